@@ -41,7 +41,9 @@ def compile_into(folder: Path) -> dict[Path, bytes]:
 
 def main() -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 on a difference")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

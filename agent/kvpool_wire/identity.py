@@ -11,6 +11,7 @@ This module checks and digests; it reads nothing and keeps nothing.
 
 import hashlib
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Final
 
 from kvpool_wire import agent_pb2 as pb
@@ -106,7 +107,14 @@ def payload_bytes(group: pb.Group, shard: int) -> int:
 
 
 def _layer(layer: pb.Layer) -> bytes:
-    tensors = [canonical(t.dtype, [a.encode() for a in t.axes], [str(n).encode() for n in t.shape]) for t in layer.tensors]
+    tensors = [
+        canonical(
+            tensor.dtype,
+            [axis.encode() for axis in tensor.axes],
+            [str(extent).encode() for extent in tensor.shape],
+        )
+        for tensor in layer.tensors
+    ]
     return canonical(layer.name, layer.stage, tensors)
 
 
@@ -151,7 +159,9 @@ def namespace_digest(identity: bytes, group: pb.Group, *, shard: int, extras: by
 
 def layout_digest(group: pb.Group, shard: int) -> bytes:
     """16 bytes over the layout of one chunk: what the loader compares before it believes a single byte."""
-    return digest("kvpool layout 1", shard, shard_count(group), [_layer(layer) for layer in shard_layers(group, shard)])
+    return digest(
+        "kvpool layout 1", shard, shard_count(group), [_layer(layer) for layer in shard_layers(group, shard)]
+    )
 
 
 def extras_digest(extras: pb.Extras) -> bytes:
@@ -164,12 +174,17 @@ def extras_digest(extras: pb.Extras) -> bytes:
 
 
 def check_extras(extras: pb.Extras) -> None:
-    """Refuse extras that are too large, or a revision without the adapter that it belongs to."""
+    """Refuse extras that are too large, that this build cannot read whole, or a revision without its adapter."""
+    _refuse_unknown("extras", extras)
     texts = (extras.lora_name, extras.lora_revision, extras.cache_salt, *extras.media)
     if any(len(text.encode()) > limits.MAX_STRING_BYTES for text in texts):
-        raise IdentityError(f"a LoRA name, revision, salt or media id is longer than {limits.MAX_STRING_BYTES} bytes")
+        raise IdentityError(
+            f"a LoRA name, revision, salt or media id is longer than {limits.MAX_STRING_BYTES} bytes"
+        )
     if len(extras.media) > limits.MAX_MEDIA:
-        raise IdentityError(f"{len(extras.media)} media items; at most {limits.MAX_MEDIA} can be part of a key")
+        raise IdentityError(
+            f"{len(extras.media)} media items; at most {limits.MAX_MEDIA} can be part of a key"
+        )
     if extras.lora_revision and not extras.lora_name:
         raise IdentityError("lora_revision without lora_name: name the adapter")
 
@@ -180,10 +195,13 @@ def check_identity(identity: pb.Identity) -> None:
     Raises:
         IdentityError: naming the field.
     """
+    _refuse_unknown("identity", identity)
     for field in ("model", "fingerprint", "engine", "hash_algorithm"):
         value = getattr(identity, field)
         if not value:
-            raise IdentityError(f"identity.{field} is empty; without it engines could read KV that is not theirs")
+            raise IdentityError(
+                f"identity.{field} is empty; without it engines could read KV that is not theirs"
+            )
         if len(value.encode()) > limits.MAX_STRING_BYTES:
             raise IdentityError(f"identity.{field} is longer than {limits.MAX_STRING_BYTES} bytes")
     if len(identity.hash_seed) > limits.MAX_STRING_BYTES:
@@ -191,7 +209,9 @@ def check_identity(identity: pb.Identity) -> None:
     if identity.hash_block_size < 1 or identity.scheduler_block_size < 1:
         raise IdentityError("identity.hash_block_size and scheduler_block_size are tokens, at least 1")
     if not 1 <= len(identity.groups) <= limits.MAX_GROUPS:
-        raise IdentityError(f"identity.groups has {len(identity.groups)} entries; 1 to {limits.MAX_GROUPS} are served")
+        raise IdentityError(
+            f"identity.groups has {len(identity.groups)} entries; 1 to {limits.MAX_GROUPS} are served"
+        )
     if sum(len(group.layers) for group in identity.groups) > limits.MAX_LAYERS:
         raise IdentityError(f"more than {limits.MAX_LAYERS} layers")
     names: set[str] = set()
@@ -199,10 +219,26 @@ def check_identity(identity: pb.Identity) -> None:
         _check_group(index, group, names)
 
 
+def _refuse_unknown(what: str, message: pb.Identity | pb.Extras) -> None:
+    """A field that a newer client added decides KV too, and would be missing in the keys (SAME_IDENTITY)."""
+    size = message.ByteSize()
+    if not size:
+        return
+    known = deepcopy(message)
+    known.DiscardUnknownFields()
+    if known.ByteSize() != size:
+        raise IdentityError(
+            f"{what} has fields that this build does not know, so that its keys could not tell them apart: upgrade the"
+            " agent, or let the client speak the protocol version that was negotiated"
+        )
+
+
 def _check_group(index: int, group: pb.Group, names: set[str]) -> None:
     where = f"identity.groups[{index}]"
     if group.kind == pb.GROUP_KIND_UNSPECIFIED or group.kind not in pb.GroupKind.values():
         raise IdentityError(f"{where}.kind {group.kind} is not one that this build knows")
+    if len(group.variant.encode()) > limits.MAX_STRING_BYTES:
+        raise IdentityError(f"{where}.variant is longer than {limits.MAX_STRING_BYTES} bytes")
     if group.block_size < 1:
         raise IdentityError(f"{where}.block_size is tokens, at least 1")
     if not group.layers:
@@ -210,10 +246,14 @@ def _check_group(index: int, group: pb.Group, names: set[str]) -> None:
     if any(layer.stage >= limits.MAX_SHARDS for layer in group.layers):
         raise IdentityError(f"{where} names a pipeline stage of {limits.MAX_SHARDS} or more")
     if not 1 <= group.shards_per_stage or shard_count(group) > limits.MAX_SHARDS:
-        raise IdentityError(f"{where} has {shard_count(group)} KV shards; 1 to {limits.MAX_SHARDS} are served")
+        raise IdentityError(
+            f"{where} has {shard_count(group)} KV shards; 1 to {limits.MAX_SHARDS} are served"
+        )
     for layer in group.layers:
         if not layer.name or len(layer.name.encode()) > limits.MAX_STRING_BYTES:
-            raise IdentityError(f"{where}: a layer's name has 1 to {limits.MAX_STRING_BYTES} bytes, got {layer.name!r:.80}")
+            raise IdentityError(
+                f"{where}: a layer's name has 1 to {limits.MAX_STRING_BYTES} bytes, got {layer.name!r:.80}"
+            )
         if layer.name in names:
             raise IdentityError(f"{where}: layer {layer.name!r} is named twice")
         names.add(layer.name)
@@ -222,13 +262,25 @@ def _check_group(index: int, group: pb.Group, names: set[str]) -> None:
 
 def _check_tensors(where: str, layer: pb.Layer) -> None:
     if not 1 <= len(layer.tensors) <= limits.MAX_TENSORS_PER_LAYER:
-        raise IdentityError(f"{where} has {len(layer.tensors)} tensors; 1 to {limits.MAX_TENSORS_PER_LAYER} are served")
+        raise IdentityError(
+            f"{where} has {len(layer.tensors)} tensors; 1 to {limits.MAX_TENSORS_PER_LAYER} are served"
+        )
     for tensor in layer.tensors:
         if tensor.dtype not in DTYPE_BYTES:
-            raise IdentityError(f"{where}: dtype {tensor.dtype!r} is unknown; known are {', '.join(sorted(DTYPE_BYTES))}")
+            known = ", ".join(sorted(DTYPE_BYTES))
+            raise IdentityError(f"{where}: dtype {tensor.dtype!r:.80} is unknown; known are {known}")
         if len(tensor.axes) != len(tensor.shape) or not 1 <= len(tensor.axes) <= limits.MAX_AXES:
-            raise IdentityError(f"{where}: axes {list(tensor.axes)} and shape {list(tensor.shape)} must be equally long")
+            raise IdentityError(
+                f"{where}: axes {list(tensor.axes)} and shape {list(tensor.shape)} must be equally long,"
+                f" 1 to {limits.MAX_AXES}"
+            )
         if len(set(tensor.axes)) != len(tensor.axes) or "" in tensor.axes or "block" in tensor.axes:
-            raise IdentityError(f"{where}: axes {list(tensor.axes)} must differ, be named, and leave out the block's")
+            raise IdentityError(
+                f"{where}: axes {list(tensor.axes)} must differ, be named, and leave out the block's"
+            )
+        if any(len(axis.encode()) > limits.MAX_STRING_BYTES for axis in tensor.axes):
+            raise IdentityError(
+                f"{where}: the name of an axis is longer than {limits.MAX_STRING_BYTES} bytes"
+            )
         if any(extent < 1 for extent in tensor.shape):
             raise IdentityError(f"{where}: shape {list(tensor.shape)} has an empty axis")

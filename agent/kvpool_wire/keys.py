@@ -5,7 +5,7 @@
 * `pool`: `namespace.name`; so that an operator can count or remove one pool's keys by prefix;
 * `identity`: the first half of the identity's digest, so that people can tell engines apart; the namespace covers it;
 * `namespace`: digest over the whole identity, the group's own description, shard and shard count, and the request's
-  extras (LoRA, salt, media). The group's *index* is not in it: groups that are renumbered keep their keys;
+  extras (LoRA, salt, media). A group is named by what it is, never by its index: the identity holds them all;
 * `hash`: the hash of the unit that *closes* the chunk (for a tail that was saved early: the unit that closed it then).
 
 Keys of different identities, groups, shards or extras are different (SAME_IDENTITY), because their namespaces are, and
@@ -29,7 +29,8 @@ from kvpool_wire.identity import (
 )
 
 KEY_FORMAT: Final = "kvp1"
-_POOL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_POOL = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 
 
 def check_pool_name(pool: str) -> str:
@@ -40,7 +41,8 @@ def check_pool_name(pool: str) -> str:
     """
     if not _POOL.fullmatch(pool) or len(pool) > limits.MAX_POOL_NAME_BYTES:
         raise IdentityError(
-            f"pool name {pool!r:.80}: lower-case letters, digits, '-' and '.', at most {limits.MAX_POOL_NAME_BYTES} bytes"
+            f"pool name {pool!r:.80}: labels of lower-case letters, digits and '-', joined by '.',"
+            f" at most {limits.MAX_POOL_NAME_BYTES} bytes"
         )
     return pool
 
@@ -68,7 +70,9 @@ class KeySpace:
         """
         check_pool_name(pool)
         check_identity(identity)
-        return cls(pool, identity, identity_digest(pool, identity, with_engine=with_engine))
+        own = pb.Identity()
+        own.CopyFrom(identity)  # messages are mutable; what was digested must not change any more
+        return cls(pool, own, identity_digest(pool, identity, with_engine=with_engine))
 
     def prefix(self, group: int, shard: int, extras: bytes = b"") -> bytes:
         """All of a key but its hash, ASCII.

@@ -46,3 +46,9 @@ MAX_DEADLINE_MS: Final = 600_000
 
 MAX_POOL_NAME_BYTES: Final = 128
 """`namespace.name` of the pool, both DNS labels."""
+
+MAX_STORAGE_BYTES: Final = 1 << 46
+"""64 TiB, past any device's memory; offsets computed from it stay far inside 64 bits."""
+
+MAX_CHUNK_BYTES: Final = 1 << 30
+"""Payload of one chunk. Recurrent states of the largest models are a quarter of it; a ring has to hold several."""

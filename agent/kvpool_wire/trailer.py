@@ -58,7 +58,9 @@ def seal(chunk: memoryview, *, layout: bytes, key: bytes, checksum: Checksum) ->
     _SUM.pack_into(chunk, length + _SUMMED, checksum(chunk[: length + _SUMMED]))
 
 
-def check_trailer(chunk: memoryview, *, layout: bytes, key: bytes, checksum: Checksum | None) -> TrailerFault | None:
+def check_trailer(
+    chunk: memoryview, *, layout: bytes, key: bytes, checksum: Checksum | None
+) -> TrailerFault | None:
     """Compare `chunk` with what its reader asked for; None when every byte is the saver's.
 
     Args:
@@ -81,6 +83,8 @@ def check_trailer(chunk: memoryview, *, layout: bytes, key: bytes, checksum: Che
         return TrailerFault.LAYOUT
     if found_key != key:
         return TrailerFault.KEY
-    if checksum is not None and _SUM.unpack_from(chunk, length + _SUMMED)[0] != checksum(chunk[: length + _SUMMED]):
+    if checksum is not None and _SUM.unpack_from(chunk, length + _SUMMED)[0] != checksum(
+        chunk[: length + _SUMMED]
+    ):
         return TrailerFault.CHECKSUM
     return None

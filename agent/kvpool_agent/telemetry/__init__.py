@@ -1,0 +1,1 @@
+"""What the agent tells about itself: metrics, traces, logs. Nothing here decides anything."""

@@ -1,0 +1,155 @@
+"""Plans, handles, the breaker, backoff: values and small machines."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool_engine.breaker import COOLDOWN, THRESHOLD, Breaker
+from kvpool_engine.errors import PlanError
+from kvpool_engine.failures import MAX_REQUESTS, Failures
+from kvpool_engine.link import Backoff
+from kvpool_engine.plan import Plan
+from kvpool_engine.transfer import Transfer
+from kvpool_engine.types import ChunkFailure, FailReason, Geometry, MissReason, TransferKind, TransferResult
+from kvpool_wire import agent_pb2 as pb
+from unit.engine import samples
+
+GEOMETRY = Geometry((4, 8), 8)
+
+
+def test_a_plan_survives_its_travel() -> None:
+    plan = samples.plan([[1, 0, 1, 1, 1, 0, 0, 1, 1], [1]], 36, pruned=4)
+    copy = Plan.from_bytes(plan.to_bytes())
+    assert copy == plan
+    assert hash(copy) == hash(plan)
+    assert [mask.tolist() for mask in copy.masks] == [
+        [True, False, True, True, True, False, False, True, True],
+        [True],
+    ]
+    assert (copy.hit_length, copy.pruned_tokens, copy.good_until) == (36, 4, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"\xff\xff", "no plan"),
+        (pb.Plan(version=2).SerializeToString(), "version 2"),
+        (pb.Plan(version=1, groups=[pb.GroupPlan(blocks=9, mask=b"x")]).SerializeToString(), "group 0"),
+    ],
+)
+def test_bytes_that_are_no_plan_are_refused(raw: bytes, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.from_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("start", "wanted"), [(0, [[0, 2], [1]]), (4, [[2], [1]]), (11, [[2], [1]]), (16, [[], []])]
+)
+def test_a_load_brings_what_ends_past_its_start(start: int, wanted: list[list[int]]) -> None:
+    plan = samples.plan([[1, 0, 1, 0], [0, 1]], 16)
+    assert [chunks.tolist() for chunks in plan.chunks_from(start, GEOMETRY, [True, True])] == wanted
+    assert plan.chunks_from(start, GEOMETRY, [True, False])[1].size == 0
+
+
+def test_a_miss_loads_nothing() -> None:
+    miss = Plan.miss(MissReason.DEADLINE)
+    assert [chunks.size for chunks in miss.chunks_from(0, GEOMETRY, [True, True])] == [0, 0]
+
+
+def handle(kind: TransferKind = TransferKind.LOAD, number: int = 0) -> Transfer:
+    chunks = [np.array([1, 2]), np.array([0])]
+    transfer = Transfer(kind=kind, request_id="r", chunks=chunks, blocks=[], fallback_length=8)
+    transfer.id = number
+    return transfer
+
+
+def test_loaded_or_reported_a_handle_resolves_once_and_names_every_chunk() -> None:
+    transfer = handle()
+    with pytest.raises(RuntimeError, match="still under way"):
+        transfer.result()
+    assert transfer.fail_all(FailReason.TIMED_OUT, "late")
+    assert not transfer.resolve(TransferResult(transfer=1, kind=TransferKind.LOAD, request_id="r", good=3))
+    assert transfer.result().failed == tuple(
+        ChunkFailure(*at, FailReason.TIMED_OUT) for at in ((0, 1), (0, 2), (1, 0))
+    )
+    assert transfer.result().resume_length == 8
+    assert transfer.wait(0) is transfer.result()
+
+
+def test_waiting_on_the_loop_that_resolves_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="await the transfer"):
+        handle().wait(1)
+
+
+def test_a_reason_of_a_newer_agent_is_a_failure_all_the_same() -> None:
+    assert FailReason(99) is FailReason.UNSPECIFIED
+
+
+def failure(transfer: Transfer, *places: tuple[int, int]) -> TransferResult:
+    failed = tuple(ChunkFailure(group, chunk, FailReason.CORRUPT) for group, chunk in places)
+    return TransferResult(transfer=transfer.id, kind=TransferKind.LOAD, request_id="r", failed=failed)
+
+
+def test_no_save_after_failure_cuts_at_the_first_failed_token_until_it_was_recomputed() -> None:
+    failures = Failures(GEOMETRY)
+    first, second = handle(number=5), handle(number=9)
+    failures.note(first, failure(first, (0, 6), (1, 2)))
+    assert failures.clip("r", 40, None) == 16
+    assert failures.clip("other", 40, None) == 40
+    failures.note(second, failure(second, (0, 5)))
+    assert failures.clip("r", 40, first) == 16, "an older load says nothing about the later one"
+    assert failures.clip("r", 40, 8) == 16
+    assert failures.clip("r", 40, 9) == 40
+    assert failures.clip("r", 40, None) == 40
+    failures.note(first, failure(first, (0, 0)))
+    failures.forget("r")
+    assert failures.clip("r", 40, None) == 40
+    failures.note(first, failure(first))
+    assert failures.clip("r", 40, None) == 40
+
+
+def test_bounded_failures_are_remembered_for_the_newest_requests() -> None:
+    failures = Failures(GEOMETRY)
+    for number in range(MAX_REQUESTS + 1):
+        transfer = Transfer(
+            kind=TransferKind.LOAD, request_id=str(number), chunks=[], blocks=[], fallback_length=0
+        )
+        failures.note(transfer, failure(transfer, (0, 0)))
+    assert failures.clip("0", 8, None) == 8
+    assert failures.clip("1", 8, None) == 0
+
+
+def test_the_breaker_opens_after_deadlines_in_a_row_and_tries_once_a_cooldown() -> None:
+    now = [0.0]
+    breaker = Breaker(clock=lambda: now[0])
+    for _ in range(THRESHOLD - 1):
+        breaker.missed()
+    breaker.answered()
+    for _ in range(THRESHOLD):
+        assert breaker.allows()
+        breaker.missed()
+    assert not breaker.allows()
+    now[0] += COOLDOWN
+    assert [breaker.allows(), breaker.allows()] == [True, False]
+    breaker.answered()
+    assert breaker.allows()
+
+
+def test_backoff_grows_with_jitter_between_its_bounds() -> None:
+    backoff, rng = Backoff(first=0.1, longest=2.0), random.Random(1)
+    delays = [[backoff.delay(attempt, rng) for _ in range(200)] for attempt in (0, 3, 10**6)]
+    for some, ceiling in zip(delays, (0.1, 0.8, 2.0), strict=True):
+        assert 0.05 <= min(some) < max(some) <= ceiling
+    assert len({round(delay, 6) for delay in delays[2]}) > 100
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 0), (8, 8), (4, 0), (16, 16)])
+def test_local_resume_is_a_boundary_of_every_group_or_nothing(start: int, length: int) -> None:
+    assert GEOMETRY.local_resume(start) == length
+
+
+def test_geometry_reads_the_identity() -> None:
+    identity: Any = samples.identity()
+    assert Geometry.of(identity) == Geometry((4, 4), 4)
