@@ -98,14 +98,10 @@ def look_up(node: Node, prompt: Prompt, say: Say) -> tuple[Request, dict[str, An
     asked = request(node, prompt)
     found = node.scheduler.call("lookup", **asked.fields())
     hit, pruned = found["hit"], found["pruned"]
-    blocks, dropped = hit // model.BLOCK_TOKENS, pruned // model.BLOCK_TOKENS
-    shown = min(blocks, 24)
-    # One sign stands for several blocks of a long prompt; the pruned one is always shown as itself.
-    bar = "█" * shown + "░" * dropped if hit else "(miss)"
-    say(
-        f"  {prompt.name}: hit {hit:,} of {prompt.tokens:,} tokens {bar}"
-        + (f" {pruned} pruned" if hit else "")
-    )
+    # One sign stands for four blocks; the block that the prune took is shown as itself.
+    bar = "█" * (hit // model.BLOCK_TOKENS // 4) + "░" * (pruned // model.BLOCK_TOKENS) if hit else "(miss)"
+    note = f" ({pruned} pruned)" if pruned else ""
+    say(f"  {prompt.name}: hit {hit:,} of {prompt.tokens:,} tokens{note} {bar}")
     return asked, found
 
 
@@ -221,8 +217,8 @@ def lose_a_node(node_a: Node, node_b: Node, say: Say, account: Account) -> None:
     reasons = sorted({FailReason(item["reason"]).name.lower() for item in failed})
     first = min((item["chunk"] for item in failed), default=None)
     say(
-        f"  {len(failed)} chunks reported failed ({', '.join(reasons)}), the first is chunk {first}; the engine resumes at "
-        f"{resume:,} tokens instead of {found['hit']:,}"
+        f"  {len(failed)} chunks reported failed ({', '.join(reasons)}), the first is chunk {first}; "
+        f"the engine resumes at {resume:,} tokens instead of {found['hit']:,}"
     )
     account.expect(bool(failed), "node A was killed and no chunk was reported failed")
     account.expect(
