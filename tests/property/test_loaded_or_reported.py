@@ -31,13 +31,30 @@ wrongs = st.lists(
         Wrong,
         st.sampled_from(LOADED),
         st.sampled_from(
-            ["absent", "flip", "short", "foreign", "swap", "peer", "lease", "torn", "hang", "die", "refuse", "master"]
+            [
+                "absent",
+                "flip",
+                "short",
+                "foreign",
+                "swap",
+                "peer",
+                "lease",
+                "torn",
+                "hang",
+                "die",
+                "refuse",
+                "master",
+            ]
         ),
     ),
     max_size=5,
 )
 
-_STATUSES = {"peer": ChunkStatus.PEER_FAILED, "lease": ChunkStatus.LEASE_EXPIRED, "master": ChunkStatus.MASTER_FAILED}
+_STATUSES = {
+    "peer": ChunkStatus.PEER_FAILED,
+    "lease": ChunkStatus.LEASE_EXPIRED,
+    "master": ChunkStatus.MASTER_FAILED,
+}
 _KINDS = {"torn": FaultKind.TORN, "hang": FaultKind.HANG, "die": FaultKind.DIE, "foreign": FaultKind.FOREIGN}
 
 

@@ -38,6 +38,12 @@ async def turns(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Run turns of the loop until `condition` holds; threads get their time in between."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
 def manual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     """Run an async test on a `ManualLoop`."""
 

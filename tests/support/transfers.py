@@ -6,7 +6,7 @@ reference of its own (one slice per layer), so a byte that moved anywhere else f
 
 import asyncio
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -34,7 +34,7 @@ from support.manual_loop import advance, turns
 FULL, WINDOW = 0, 1
 BLOCK_SIZES = (16, 8)
 UNIT = 8
-BLOCKS = 24
+BLOCKS = 32
 NULL = 0
 PAD = 16
 """Bytes between two blocks of a layer; nobody may touch them."""
@@ -91,7 +91,9 @@ def layer_bytes(group: int) -> int:
 
 def chain_of(units: int, *, prompt: str = "p") -> HashChain:
     """A hash chain; other prompts have other hashes."""
-    return HashChain(b"".join(hashlib.sha256(f"{prompt}:{unit}".encode()).digest() for unit in range(units)), 32)
+    return HashChain(
+        b"".join(hashlib.sha256(f"{prompt}:{unit}".encode()).digest() for unit in range(units)), 32
+    )
 
 
 def content(group: int, chunk: int, *, prompt: str = "p") -> bytes:
@@ -186,13 +188,24 @@ class Metrics:
         self, *, mode: str, seconds: float, bytes_: int, ok: int, failed: int, corrupt: int, evicted: int
     ) -> None:
         """See `TransferMetrics`."""
-        self.loads.append({"mode": mode, "bytes": bytes_, "ok": ok, "failed": failed, "corrupt": corrupt, "evicted": evicted})
+        self.loads.append(
+            {
+                "mode": mode,
+                "bytes": bytes_,
+                "ok": ok,
+                "failed": failed,
+                "corrupt": corrupt,
+                "evicted": evicted,
+            }
+        )
 
     def save_done(
         self, *, mode: str, seconds: float, bytes_: int, saved: int, already: int, failed: int, displaced: int
     ) -> None:
         """See `TransferMetrics`."""
-        self.saves.append({"mode": mode, "saved": saved, "already": already, "failed": failed, "displaced": displaced})
+        self.saves.append(
+            {"mode": mode, "saved": saved, "already": already, "failed": failed, "displaced": displaced}
+        )
 
     def store_request(self, *, operation: str, status: str, seconds: float, keys: int) -> None:
         """See `TransferMetrics`."""
@@ -245,7 +258,15 @@ class CopyClient:
 class Rig:
     """One worker session; make it inside a running loop with `Rig.make`, end it with `async with`."""
 
-    def __init__(self, *, layout: WorkerLayout, one: pb.Identity, engine: EngineMemory, store: MemoryStore, ring: SealedMemory) -> None:
+    def __init__(
+        self,
+        *,
+        layout: WorkerLayout,
+        one: pb.Identity,
+        engine: EngineMemory,
+        store: MemoryStore,
+        ring: SealedMemory,
+    ) -> None:
         self.layout = layout
         self.identity = one
         self.engine = engine
@@ -274,6 +295,7 @@ class Rig:
         ring_chunks: int = 16,
         cluster: MemoryCluster | None = None,
         pool: "type[PoolWrapper] | None" = None,
+        mover: "Callable[[Rig], BlockMover] | None" = None,
         window: int = 16,
     ) -> Self:
         """Build a session.
@@ -284,6 +306,7 @@ class Rig:
             ring_chunks: slots of the ring.
             cluster: the objects, shared with other rigs.
             pool: wraps the mapped pool.
+            mover: makes another mover than the mode's.
             window: tokens of the sliding window.
         """
         one = identity(window=window)
@@ -299,7 +322,9 @@ class Rig:
         )
         rig.ring = Ring(rig.ring_memory, chunk_bytes=layout.max_chunk_bytes)
         rig.loader = await rig.store.open_loader(rig.ring)
-        if mode == "mapped":
+        if mover is not None:
+            rig.mover = mover(rig)
+        elif mode == "mapped":
             mapped: MappedPool = MappedCpuPool.open(layout, [storage.fd for storage in engine.storages])
             rig.mover = MappedMover(mapped if pool is None else pool(mapped), ring=rig.ring, layout=layout)
         else:
@@ -328,7 +353,9 @@ class Rig:
         closing = asyncio.ensure_future(self.manager.close())
         await turns()
         if not closing.done():
-            advance(1_000.0)  # the fake's hanging calls end at their deadlines, a real loader's with its process
+            advance(
+                1_000.0
+            )  # the fake's hanging calls end at their deadlines, a real loader's with its process
         await closing
         await turns()
         self.ring_memory.close()
@@ -355,7 +382,9 @@ class Rig:
         """Have the store hold every chunk of a prompt."""
         for group, size in enumerate(BLOCK_SIZES):
             for chunk in range(tokens // size):
-                self.store.cluster.objects[self.key(group, chunk, prompt=prompt)] = self.sealed(group, chunk, prompt=prompt)
+                self.store.cluster.objects[self.key(group, chunk, prompt=prompt)] = self.sealed(
+                    group, chunk, prompt=prompt
+                )
 
     # -------------------------------------------------------------------------------------------------- the engine
 
@@ -434,7 +463,9 @@ class Rig:
                 self.engine.fill(group, first_block + chunk, content(group, chunk, prompt=prompt))
         self._expected = self.engine.image()
 
-    def expect(self, chunks: Iterable[tuple[int, int]], *, first_block: int = 1, start: int = 0, prompt: str = "p") -> None:
+    def expect(
+        self, chunks: Iterable[tuple[int, int]], *, first_block: int = 1, start: int = 0, prompt: str = "p"
+    ) -> None:
         """From now on these chunks of a prompt are expected in their blocks, and every other byte as it was."""
         for group, chunk in chunks:
             block = first_block + chunk - start // BLOCK_SIZES[group]
@@ -447,7 +478,9 @@ class Rig:
                 wrong = next(at for at in range(len(found)) if found[at] != expected[at])
                 step = layer_bytes(group) + PAD
                 layer, block = divmod(wrong // step, BLOCKS)
-                raise AssertionError(f"group {group}, layer {layer}, block {block}: byte {wrong % step} is not as expected")
+                raise AssertionError(
+                    f"group {group}, layer {layer}, block {block}: byte {wrong % step} is not as expected"
+                )
 
     async def result(self, transfer: int) -> TransferResult:
         """The one result of a transfer."""

@@ -102,22 +102,18 @@ class MappedCpuPool:
 # Functions of their own, so that no name holds an array, and with it the mapping, once the gate has been left.
 def _scatter(parts: Sequence[Part], blocks: Sequence[_Array], block: int, payload: memoryview) -> None:
     for part, in_pool in zip(parts, blocks, strict=True):
-        in_pool[block, ...] = _in_chunk(part, payload)
+        in_pool[block, ...] = _in_chunk(part, in_pool.dtype, payload)
 
 
 def _gather(parts: Sequence[Part], blocks: Sequence[_Array], block: int, payload: memoryview) -> None:
     for part, in_pool in zip(parts, blocks, strict=True):
-        _in_chunk(part, payload)[...] = in_pool[block]
+        _in_chunk(part, in_pool.dtype, payload)[...] = in_pool[block]
 
 
 def _all_blocks(part: Part, num_blocks: int, storage: memoryview) -> _Array:
     shape, strides = (num_blocks, *part.shape), (part.block_stride, *part.strides)
-    return np.ndarray(shape, _dtype(part), storage, part.offset, strides)
+    return np.ndarray(shape, np.dtype(f"u{part.itemsize}"), storage, part.offset, strides)
 
 
-def _in_chunk(part: Part, payload: memoryview) -> _Array:
-    return np.ndarray(part.shape, _dtype(part), payload, part.chunk_offset, part.chunk_strides)
-
-
-def _dtype(part: Part) -> np.dtype[np.unsignedinteger]:
-    return np.dtype(f"u{part.itemsize}")
+def _in_chunk(part: Part, dtype: np.dtype[np.unsignedinteger], payload: memoryview) -> _Array:
+    return np.ndarray(part.shape, dtype, payload, part.chunk_offset, part.chunk_strides)

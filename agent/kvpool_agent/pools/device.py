@@ -242,7 +242,9 @@ def plan_rows(part: Part) -> tuple[Rows, ...]:
     width = part.itemsize
     if axes and axes[-1][1:] == (width, width):
         width *= axes.pop()[0]
-    fitting = [axis for axis in axes if all(width <= stride <= MAX_PITCH for stride in axis[1:])]
+    fitting = [
+        axis for axis in axes if max(axis[1:]) <= MAX_PITCH
+    ]  # none is below the width: axes are nested
     height, device_pitch, host_pitch = max(fitting, default=(1, width, width))
     if fitting:
         axes.remove((height, device_pitch, host_pitch))

@@ -156,8 +156,8 @@ REFUSED: dict[str, tuple[Callable[[pb.Worker], None], str]] = {
     "blocks overlap": (_list("strides", [672, 95, 24, 12, 2]), "let blocks or elements overlap"),
     "K runs into V": (_list("strides", [660, 96, 24, 12, 2]), "let blocks or elements overlap"),
     "runs out of the storage": (
-        _tensor("offset", 1344 * 2 + 2, 2),
-        "runs to byte 4034 of storage 0, which has 4032",
+        _tensor("offset", 1344 * 2 + 1, 2),
+        "runs to byte 4033 of storage 0, which has 4032",
     ),
     "far offset": (_tensor("offset", (1 << 64) - 1), "of storage 0, which has 4032"),
     "tensors overlap": (
