@@ -116,5 +116,5 @@ class Copier:
                 storage = self._storages[part.storage]
                 (storage.scatter if into_blocks else storage.gather)(part, item.block, payload)
         for storage in self._storages:
-            storage.synchronise()
+            storage.flush()
         return failed

@@ -5,16 +5,16 @@ The thread starts with the first client, is a daemon, and dies with the process.
 """
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from functools import cache
 from typing import Any, TypeVar
 
-Result = TypeVar("Result")
+from kvpool_engine.transfer import GRACE
 
-GRACE = 1.0
-"""Seconds beyond a call's own deadline after which the loop itself is taken to be stuck."""
+Result = TypeVar("Result")
 
 
 class LoopThread:
@@ -49,7 +49,11 @@ class LoopThread:
             raise
 
 
-@cache
 def shared_loop() -> LoopThread:
-    """The process's client loop."""
+    """The process's client loop; a forked child gets one of its own, since threads do not survive a fork."""
+    return _loop_of(os.getpid())
+
+
+@cache
+def _loop_of(_pid: int) -> LoopThread:
     return LoopThread()

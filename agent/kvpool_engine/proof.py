@@ -12,20 +12,21 @@ import socket
 
 
 class WriterWatch:
-    """Waits for either proof; owns the pidfd and the descriptor socket."""
+    """Waits for either proof; owns the pidfd and the descriptor socket until `close`."""
 
     def __init__(self, pidfd: int, sock: socket.socket) -> None:
         self._pidfd = pidfd
         self._socket = sock
         self._loop = asyncio.get_running_loop()
         self._proven: asyncio.Future[None] = self._loop.create_future()
-        self._watching_socket = False
+        self._readers: list[int | socket.socket] = [pidfd]
         self._loop.add_reader(pidfd, self._prove)
 
     def watch_socket(self) -> None:
         """From now on nothing is expected on the socket but its end."""
-        self._watching_socket = True
-        self._loop.add_reader(self._socket, self._hear)
+        if not self._proven.done():
+            self._readers.append(self._socket)
+            self._loop.add_reader(self._socket, self._hear)
 
     @property
     def proven(self) -> bool:
@@ -40,17 +41,19 @@ class WriterWatch:
 
     def close(self) -> None:
         """Stop watching. What was not proven then never will be, to this watch."""
-        if self._pidfd < 0:
-            return
-        self._loop.remove_reader(self._pidfd)
-        if self._watching_socket:
-            self._loop.remove_reader(self._socket)
-        os.close(self._pidfd)
-        self._socket.close()
-        self._pidfd = -1
+        self._stop_reading()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._socket.close()
+            self._pidfd = -1
+
+    def _stop_reading(self) -> None:
+        while self._readers:
+            self._loop.remove_reader(self._readers.pop())
 
     def _prove(self) -> None:
-        self.close()
+        # The descriptors stay open: an attach that is under way still waits on the socket, and learns there of its end.
+        self._stop_reading()
         if not self._proven.done():
             self._proven.set_result(None)
 

@@ -101,7 +101,10 @@ class SchedulerClient(Client):
                 response = await session.call(RESUME, request, timeout=deadline)
             except CallError as error:
                 error.raise_if_rejected()
+                if error.timed_out:
+                    self._breaker.missed()
             else:
+                self._breaker.answered()
                 return min(int(response.resume_length), plan.hit_length)
         return min(self._geometry.local_resume(start), plan.hit_length)
 

@@ -5,7 +5,6 @@ side is always host memory, the session's ring. torch is touched only by the cla
 """
 
 import ctypes
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -33,8 +32,12 @@ class Storage(Protocol):
         """Block to payload."""
         ...
 
+    def flush(self) -> None:
+        """Return when every copy of this library so far has happened."""
+        ...
+
     def synchronise(self) -> None:
-        """Return when every copy so far has happened."""
+        """Return when whatever the device was doing has happened, whoever asked for it."""
         ...
 
 
@@ -44,19 +47,21 @@ def chunk_view(part: Part, payload: memoryview) -> NDArray[np.generic]:
     return np.ndarray(part.shape, kind, payload, part.chunk_offset, part.chunk_strides)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class HostStorage:
     """Host memory at an address; `owner` keeps it alive. `fd` is its sealed memory file, -1 if it is private."""
 
-    address: int
-    size: int
-    owner: object
-    fd: int = -1
+    def __init__(self, address: int, size: int, owner: object, fd: int = -1) -> None:
+        self.address = address
+        self.size = size
+        self.fd = fd
+        self._owner = owner
+        self._memory = memoryview((ctypes.c_ubyte * size).from_address(address))
 
     def _view(self, part: Part, block: int) -> NDArray[np.generic]:
         kind = f"{'u' if part.itemsize == 1 else 'i'}{part.itemsize}"
-        memory = memoryview((ctypes.c_ubyte * self.size).from_address(self.address))
-        return np.ndarray(part.shape, kind, memory, part.offset + block * part.block_stride, part.strides)
+        return np.ndarray(
+            part.shape, kind, self._memory, part.offset + block * part.block_stride, part.strides
+        )
 
     def scatter(self, part: Part, block: int, payload: memoryview) -> None:
         """Payload to block; releases the GIL while it copies."""
@@ -66,8 +71,11 @@ class HostStorage:
         """Block to payload."""
         chunk_view(part, payload)[...] = self._view(part, block)
 
-    def synchronise(self) -> None:
+    def flush(self) -> None:
         """Host copies have happened when they return."""
+
+    def synchronise(self) -> None:
+        """The host does nothing behind our back."""
 
 
 class CudaStorage:
@@ -90,14 +98,16 @@ class CudaStorage:
         """Block to payload."""
         self._copy(part, block, payload, into_block=False)
 
-    def synchronise(self) -> None:
-        """Wait for this storage's stream; without one, for the whole device."""
-        import torch  # noqa: PLC0415 - the tensor brought it
-
+    def flush(self) -> None:
+        """Wait for this storage's stream."""
         if self._stream is not None:
             self._stream.synchronize()
-        else:
-            torch.cuda.synchronize(self.tensor.device)
+
+    def synchronise(self) -> None:
+        """Wait for the whole device."""
+        import torch  # noqa: PLC0415 - the tensor brought it
+
+        torch.cuda.synchronize(self.tensor.device)
 
     def _copy(self, part: Part, block: int, payload: memoryview, *, into_block: bool) -> None:
         import torch  # noqa: PLC0415 - the tensor brought it

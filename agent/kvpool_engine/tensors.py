@@ -175,7 +175,7 @@ class _Collector:
                 owner = owner.base
             first, end = np.lib.array_utils.byte_bounds(owner)
             return HostStorage(first, end - first, owner)
-        if tensor.is_cuda:
+        if _on_cuda(tensor):
             return CudaStorage(tensor)
         if not tensor.is_cpu:
             raise DeclarationError(f"a tensor on {tensor.device}; CPU and CUDA are served")
@@ -194,6 +194,10 @@ class _Collector:
         except LayoutError as error:
             raise DeclarationError(str(error)) from error
         return Declaration(worker, tuple(storages), layout)
+
+
+def _on_cuda(tensor: "torch.Tensor") -> bool:
+    return bool(tensor.is_cuda)
 
 
 def _check_dtype(layer: pb.Layer, part: int, tensor: TensorLike) -> None:

@@ -6,13 +6,18 @@ is told so and changes nothing. It holds no connection: it outlives the session 
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpool_engine.types import ChunkFailure, FailReason, IpcEvent, TransferKind, TransferResult
+
+GRACE: Final = 1.0
+"""Seconds beyond a deadline after which the loop that keeps it is taken to be stuck."""
 
 
 class Transfer:
@@ -29,6 +34,7 @@ class Transfer:
         chunks: Sequence[NDArray[np.int64]],
         blocks: Sequence[NDArray[np.int32]],
         fallback_length: int,
+        deadline: float,
         after: IpcEvent | None = None,
     ) -> None:
         self.kind = kind
@@ -46,6 +52,7 @@ class Transfer:
         self.after = after
         self.stopped = threading.Event()
         """Set by a release: no further copy of this transfer begins."""
+        self._last = time.monotonic() + deadline + GRACE
         self._future: Future[TransferResult] = Future()
         self._owner = threading.get_ident()
 
@@ -72,14 +79,15 @@ class Transfer:
             timeout: seconds; None leaves it to the transfer's own deadline.
 
         Raises:
-            TimeoutError: `timeout` passed first; the transfer goes on.
+            TimeoutError: `timeout` passed first, and the transfer goes on; or the loop that has to keep its deadline is
+                stuck (BOUNDED: the engine does not wait for that either).
             RuntimeError: called on the client's own event-loop thread, where it would wait for itself.
         """
         if self._owner == threading.get_ident() and not self._future.done():
             raise RuntimeError(
                 "wait() blocks the event loop that ends the transfer; await the transfer instead"
             )
-        return self._future.result(timeout)
+        return self._future.result(max(0.0, self._last - time.monotonic()) if timeout is None else timeout)
 
     def __await__(self) -> Generator[None, None, TransferResult]:
         # Shielded: a caller that gives up waiting does not end the transfer.

@@ -79,6 +79,7 @@ class WorkerClient(Client):
             chunks=chunks,
             blocks=[own[wanted - first] for own, wanted, (first, _) in zip(ids, chunks, spans, strict=True)],
             fallback_length=self._geometry.local_resume(start),
+            deadline=deadline,
             after=after,
         )
         transfer.when_done(lambda: self._failures.note(transfer, transfer.result()))
@@ -126,6 +127,7 @@ class WorkerClient(Client):
             chunks=(),
             blocks=[own[own != null] for own, null in zip(ids, self._message.null_blocks, strict=True)],
             fallback_length=0,
+            deadline=deadline,
             after=after,
         )
         worker = self._ready_worker()
@@ -208,14 +210,16 @@ class WorkerClient(Client):
 
     @override
     def _begin(self, session: Session) -> None:
-        self._worker = WorkerSession(
+        worker = WorkerSession(
             session,
             copier=self._copier(session),
             withheld=self._withheld,
             synchronise=self._declaration.synchronise,
             late=self._count_late,
         )
-        super()._begin(session)
+        # Bound to its own session: an event of an old one can never reach the transfers of the next.
+        session.listen(lambda event: self._deliver(worker, event))
+        self._worker = worker
 
     def _copier(self, session: Session) -> Copier | None:
         """Copy mode: map the session's ring. The descriptor is not needed beyond that."""
@@ -247,15 +251,11 @@ class WorkerClient(Client):
         worker.end(session.end_reason or "closed")
         await session.close("closed")
 
-    @override
-    def _handle(self, event: pb.ServerEvent) -> None:
+    def _deliver(self, worker: WorkerSession, event: pb.ServerEvent) -> None:
         if event.WhichOneof("event") in ("transfer_done", "copy_wanted"):
-            if self._worker is None:
-                self._count_late()
-            else:
-                self._worker.handle(event)
+            worker.handle(event)
         else:
-            super()._handle(event)
+            self._handle(event)
 
     def _ready_worker(self) -> WorkerSession | None:
         return self._worker if self._session() is not None else None

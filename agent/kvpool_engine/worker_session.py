@@ -13,6 +13,7 @@ from typing import Any, Final
 from google.protobuf.message import Message
 
 from kvpool_engine.copying import Copier
+from kvpool_engine.deadlines import now
 from kvpool_engine.session import LOAD, RELEASE, SAVE, CallError, Session
 from kvpool_engine.transfer import Transfer
 from kvpool_engine.types import (
@@ -62,9 +63,8 @@ class WorkerSession:
         self._synchronise = synchronise
         self._late = late
         self._open: dict[int, Transfer] = {}
-        self._calls = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._starting: dict[Transfer, asyncio.Event] = {}
+        """Calls under way; each event is set when its transfer has a number, or never will."""
         self._early: list[tuple[int, pb.ServerEvent]] = []
         self._holds: list[Hold] = []
 
@@ -88,16 +88,15 @@ class WorkerSession:
 
     async def _begin(self, transfer: Transfer, request: Message, deadline: float) -> Any:
         """The answer; None when there is none and `transfer` was resolved accordingly."""
-        if len(self._open) + self._calls >= MAX_TRANSFERS:
+        if len(self._open) + len(self._starting) >= MAX_TRANSFERS:
             transfer.fail_all(
                 FailReason.INTERNAL, f"{MAX_TRANSFERS} transfers are under way already; wait for some"
             )
             return None
         method = LOAD if transfer.kind is TransferKind.LOAD else SAVE
-        self._calls += 1
-        self._idle.clear()
+        self._starting[transfer] = asyncio.Event()
         try:
-            response = await self.session.call(method, request, timeout=deadline - _now())
+            response = await self.session.call(method, request, timeout=deadline - now())
         except CallError as error:
             error.raise_if_rejected()
             withheld = error.uncertain and self._abandon(transfer, str(error))
@@ -110,11 +109,9 @@ class WorkerSession:
             transfer.fail_all(FailReason.CANCELLED, "the call was cancelled", withheld=withheld)
             raise
         finally:
-            self._calls -= 1
-            if not self._calls:
-                self._idle.set()
-                # With the last call answered nobody is left to claim what waits, but for the transfer just answered.
-                asyncio.get_running_loop().call_soon(self._sweep)
+            self._starting.pop(transfer).set()
+            # With the last call answered nobody is left to claim what waits, but for the transfer just answered.
+            asyncio.get_running_loop().call_soon(self._sweep)
         if self.over:
             withheld = self._abandon(transfer, self.session.end_reason)
             transfer.fail_all(
@@ -128,6 +125,10 @@ class WorkerSession:
         if number in self._open:
             why = f"the agent gave the number {number} to two transfers"
             transfer.fail_all(FailReason.INTERNAL, why, withheld=self._abandon(transfer, why))
+            return
+        if transfer.stopped.is_set():
+            why = "released before it had begun"
+            transfer.fail_all(FailReason.CANCELLED, why, withheld=self._abandon(transfer, why))
             return
         self._open[number] = transfer
         timer = asyncio.get_running_loop().call_at(deadline, self._expire, transfer)
@@ -148,17 +149,13 @@ class WorkerSession:
         self, request: pb.ReleaseRequest, *, request_id: str | None, transfer: Transfer | None, timeout: float
     ) -> FenceState:
         """Stop this library's own copies first, then ask the agent; what stays unknown is withheld."""
-        loop_end = _now() + timeout
-        mine = [
-            found
-            for found in self._open.values()
-            if (request_id is None or found.request_id == request_id)
-            and (transfer is None or found is transfer)
-        ]
+        loop_end = now() + timeout
+        certain = await self._stop_starting(request_id, transfer, timeout)
+        mine = [found for found in self._open.values() if _meant(found, request_id, transfer)]
         if self._copier is not None:
-            await self._copier.quiet(mine, timeout)
+            await self._copier.quiet(mine, max(0.0, loop_end - now()))
         try:
-            response = await self.session.call(RELEASE, request, timeout=loop_end - _now())
+            response = await self.session.call(RELEASE, request, timeout=loop_end - now())
             state = FenceState(response.state) if response.state else FenceState.FENCE_UNCONFIRMED
         except CallError as error:
             error.raise_if_rejected()
@@ -171,7 +168,34 @@ class WorkerSession:
             del self._open[found.id]
             withheld = self._abandon(found, "its release was not confirmed")
             found.fail_all(FailReason.CANCELLED, "released", withheld=withheld)
-        return state
+        return state if certain else FenceState.FENCE_UNCONFIRMED
+
+    async def _stop_starting(self, request_id: str | None, transfer: Transfer | None, timeout: float) -> bool:
+        """A release must not overtake the load that it is meant for: wait until each has a number, or never will.
+
+        True when none is starting any more; the blocks of those that are become withheld.
+        """
+        starting = {
+            found: event for found, event in self._starting.items() if _meant(found, request_id, transfer)
+        }
+        for found in starting:
+            found.stopped.set()
+        try:
+            async with asyncio.timeout(timeout):
+                for event in starting.values():
+                    await event.wait()
+        except TimeoutError:
+            for found, event in starting.items():
+                if not event.is_set():
+                    hold = self._withheld.hold(owner=found, why="released before it had begun")
+                    self._spawn(self._lift_when_started(hold, event))
+            return False
+        return True
+
+    async def _lift_when_started(self, hold: Hold, started: asyncio.Event) -> None:
+        """Whatever has become of the call by then withholds its blocks itself, where it must."""
+        await started.wait()
+        self._withheld.lift(hold)
 
     def began(self, transfer: Transfer) -> bool:
         """True while a transfer is under way in this session."""
@@ -191,7 +215,7 @@ class WorkerSession:
         number = event.transfer_done.transfer if done else event.copy_wanted.transfer
         transfer = self._open.get(number)
         if transfer is None:
-            if self._calls and len(self._early) < MAX_EARLY:
+            if self._starting and len(self._early) < MAX_EARLY:
                 self._early.append((number, event))
             else:
                 self._drop(number, event)
@@ -230,7 +254,7 @@ class WorkerSession:
         await self.session.send(pb.ClientEvent(copy_done=done))
 
     def _sweep(self) -> None:
-        if self._calls:
+        if self._starting:
             return
         early, self._early = self._early, []
         for number, event in early:
@@ -320,11 +344,13 @@ class WorkerSession:
     async def _free_when_gone(self) -> None:
         """FENCED: once the agent has let go and the device is quiet, nobody touches the blocks any more."""
         # Calls that the session's end cut off withhold their blocks first.
-        await self._idle.wait()
+        for started in list(self._starting.values()):
+            await started.wait()
         if self._copier is not None:
             self._copier.close()
         elif self._holds:
             await self.session.writer.wait()
+            self.session.writer.close()
             await asyncio.to_thread(self._synchronise)
             for hold in list(self._holds):
                 self._lift(hold)
@@ -336,5 +362,6 @@ class WorkerSession:
         task.add_done_callback(self.tasks.discard)
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+def _meant(transfer: Transfer, request_id: str | None, named: Transfer | None) -> bool:
+    """Does a release name this transfer?"""
+    return (request_id is None or transfer.request_id == request_id) and (named is None or transfer is named)

@@ -1,4 +1,4 @@
-"""The hybrid engine attached to an agent over the wire: scheduler and ranks, with save, lookup, load in one line each."""
+"""The hybrid engine attached to an agent over the wire: scheduler and ranks; save, lookup and load in one line."""
 
 from __future__ import annotations
 
@@ -122,7 +122,10 @@ class EngineOnWire:
         for ranked in self.ranks:
             for group in model.LAYERS:
                 bits = np.unpackbits(np.frombuffer(plan.groups[group].mask, np.uint8), bitorder="little")
-                loaded = {blocks[chunk]: chunk for chunk in np.flatnonzero(bits[: plan.groups[group].blocks])}
+                loaded = {
+                    blocks[int(chunk)]: int(chunk)
+                    for chunk in np.flatnonzero(bits[: plan.groups[group].blocks])
+                }
                 for block in range(model.BLOCKS):
                     found = ranked.memory.read(group, block)
                     if block in loaded:

@@ -153,7 +153,7 @@ async def test_fenced_after_a_release_nothing_is_copied_any_more(
     gate.open.set()
     assert await client.release(transfer=transfer, deadline=5) is FenceState.FENCED
     assert client.withheld_blocks == (frozenset(), frozenset())
-    assert [list((await answer(session)).failed) for _ in range(2)] == [[0, 1], [0]]
+    assert sorted([list((await answer(session)).failed) for _ in range(2)]) == [[0], [0, 1]]
     ask(session, [(0, 5, 0)])
     assert list((await answer(session)).failed) == [0]
     for group in (0, 1):

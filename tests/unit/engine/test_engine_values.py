@@ -1,6 +1,7 @@
 """Plans, handles, the breaker, backoff: values and small machines."""
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def test_a_miss_loads_nothing() -> None:
 
 def handle(kind: TransferKind = TransferKind.LOAD, number: int = 0) -> Transfer:
     chunks = [np.array([1, 2]), np.array([0])]
-    transfer = Transfer(kind=kind, request_id="r", chunks=chunks, blocks=[], fallback_length=8)
+    transfer = Transfer(kind=kind, request_id="r", chunks=chunks, blocks=[], fallback_length=8, deadline=5)
     transfer.id = number
     return transfer
 
@@ -81,6 +82,30 @@ def test_loaded_or_reported_a_handle_resolves_once_and_names_every_chunk() -> No
 def test_waiting_on_the_loop_that_resolves_is_refused() -> None:
     with pytest.raises(RuntimeError, match="await the transfer"):
         handle().wait(1)
+
+
+def test_bounded_waiting_ends_even_if_the_loop_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool_engine.transfer.GRACE", 0.0)
+    chunks: list[Any] = []
+    made = []
+
+    def on_its_own_thread() -> None:
+        made.append(
+            Transfer(
+                kind=TransferKind.LOAD,
+                request_id="r",
+                chunks=chunks,
+                blocks=[],
+                fallback_length=0,
+                deadline=0.05,
+            )
+        )
+
+    thread = threading.Thread(target=on_its_own_thread)
+    thread.start()
+    thread.join()
+    with pytest.raises(TimeoutError):
+        made[0].wait()
 
 
 def test_a_reason_of_a_newer_agent_is_a_failure_all_the_same() -> None:
@@ -114,7 +139,12 @@ def test_bounded_failures_are_remembered_for_the_newest_requests() -> None:
     failures = Failures(GEOMETRY)
     for number in range(MAX_REQUESTS + 1):
         transfer = Transfer(
-            kind=TransferKind.LOAD, request_id=str(number), chunks=[], blocks=[], fallback_length=0
+            kind=TransferKind.LOAD,
+            request_id=str(number),
+            chunks=[],
+            blocks=[],
+            fallback_length=0,
+            deadline=5,
         )
         failures.note(transfer, failure(transfer, (0, 0)))
     assert failures.clip("0", 8, None) == 8

@@ -454,6 +454,30 @@ async def test_release_returns_what_the_agent_knows(started: FakeAgent, worker: 
     assert [request.WhichOneof("what") for request in started.called("Release")] == ["request_id"]
 
 
+async def test_fenced_a_release_does_not_overtake_the_load_that_it_is_meant_for(
+    agent: FakeAgent, worker: MakeWorker
+) -> None:
+    client, _ = await worker()
+    answer = asyncio.Event()
+
+    async def slow(request: pb.LoadRequest, call: Call) -> pb.LoadResponse:
+        await answer.wait()
+        return pb.LoadResponse(transfer=101, chunks=5)
+
+    agent.answers["Load"] = slow
+    loading = asyncio.ensure_future(load(client, deadline=60))
+    await until(lambda: bool(agent.called("Load")))
+    # An agent that gets the release first answers FENCED truly, and begins the load after it.
+    assert await client.release(request_id="r", deadline=0.1) is FenceState.FENCE_UNCONFIRMED
+    assert client.withheld_blocks == HELD
+    answer.set()
+    transfer = await loading
+    assert {item.reason for item in transfer.result().failed} == {FailReason.CANCELLED}
+    await until(lambda: client.withheld_blocks == FREE)
+    assert agent.called("Release")[-1].transfer == 101
+    assert await client.release(request_id="r") is FenceState.FENCED
+
+
 async def test_fenced_an_unconfirmed_release_reports_the_load_and_withholds_its_blocks(
     started: FakeAgent, worker: MakeWorker
 ) -> None:
