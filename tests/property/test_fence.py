@@ -1,7 +1,7 @@
 """FENCED: every interleaving of copies, releases, deadlines and failures that hypothesis can think of.
 
-The mover under test is a stand-in whose every copy is taken apart into "looks at its ticket and begins" and "writes and
-ends"; the machine decides which copy goes on when. What is guarded is real: the manager, the block table, the pipelines.
+The mover is a stand-in whose every copy is taken apart into "looks at its ticket and begins" and "writes and ends"; the
+machine decides which copy goes on when. What is guarded is real: the manager, the block table, the pipelines.
 """
 
 import asyncio

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvpool_agent.store.faults import Fault, FaultKind
 from kvpool_agent.store.protocol import ChunkStatus
 from kvpool_agent.transfer.settings import TransferSettings
-from support.manual_loop import ManualLoop, advance, turns
+from support.manual_loop import ManualLoop, advance, turns, until
 from support.transfers import FULL, Rig, failed_chunks
 
 TOKENS = 96
@@ -49,6 +49,17 @@ wrongs = st.lists(
     ),
     max_size=5,
 )
+
+REASONS = {
+    "EVICTED",
+    "CORRUPT",
+    "PEER_UNREACHABLE",
+    "MASTER_UNREACHABLE",
+    "TIMED_OUT",
+    "INTERNAL",
+    "ENGINE_FAILED",
+}
+"""Why a chunk may fail without a release."""
 
 _STATUSES = {
     "peer": ChunkStatus.PEER_FAILED,
@@ -111,7 +122,8 @@ def test_loaded_or_reported_every_chunk_holds_its_own_bytes_or_is_named_once(
             await turns()
             if not waiting.done() and any(one.how == "hang" for one in wrong):
                 # What moves without the store may go on; what hangs ends at the deadline.
-                await _quiesce(rig, waiting)
+                struck = [fault.struck for fault in rig.store.faults.armed if fault.kind is FaultKind.HANG]
+                await until(lambda: waiting.done() or any(event.is_set() for event in struck))
                 advance(11)
             result = await waiting
 
@@ -122,9 +134,7 @@ def test_loaded_or_reported_every_chunk_holds_its_own_bytes_or_is_named_once(
             if release_after is None:
                 rig.expect(good, start=start)
                 rig.check_memory()
-                assert set(failed.values()) <= {
-                    "EVICTED", "CORRUPT", "PEER_UNREACHABLE", "MASTER_UNREACHABLE", "TIMED_OUT", "INTERNAL", "ENGINE_FAILED"
-                }  # fmt: skip
+                assert set(failed.values()) <= REASONS
             elif "CANCELLED" in failed.values():
                 assert result.good == 0
             if not wrong and release_after is None:
@@ -141,10 +151,3 @@ def test_loaded_or_reported_every_chunk_holds_its_own_bytes_or_is_named_once(
 
     with asyncio.Runner(loop_factory=ManualLoop) as runner:
         runner.run(scenario())
-
-
-async def _quiesce(rig: Rig, waiting: "asyncio.Future[object]") -> None:
-    """Let threads finish: until the result is there or a hang has struck and nothing is being copied."""
-    struck = [fault.struck for fault in rig.store.faults.armed if fault.kind is FaultKind.HANG]
-    while not waiting.done() and not any(event.is_set() for event in struck):
-        await asyncio.sleep(0)

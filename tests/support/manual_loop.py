@@ -1,4 +1,4 @@
-"""An event loop whose clock stands still until a test moves it, so that a deadline passes exactly when it is meant to."""
+"""An event loop whose clock stands still until a test moves it: a deadline passes exactly when it is meant to."""
 
 import asyncio
 import functools
@@ -41,7 +41,7 @@ async def turns(count: int = 20) -> None:
 async def until(condition: Callable[[], bool]) -> None:
     """Run turns of the loop until `condition` holds; threads get their time in between."""
     while not condition():
-        await asyncio.sleep(0)
+        await turns(1)
 
 
 def manual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:

@@ -18,7 +18,8 @@ from kvpool_agent.coordinator import GroupKind, GroupSpec, KVCoordinator, Plan
 from kvpool_agent.pools.cpu import MappedCpuPool
 from kvpool_agent.pools.memory import SealedMemory
 from kvpool_agent.pools.pool import MappedPool
-from kvpool_agent.store.memory import MemoryCluster, MemoryLoader, MemoryStore
+from kvpool_agent.store.memory import MemoryCluster, MemoryStore
+from kvpool_agent.store.protocol import Loader, Store
 from kvpool_agent.transfer.manager import TransferManager
 from kvpool_agent.transfer.movers import CopyMover, MappedMover
 from kvpool_agent.transfer.ring import Ring
@@ -29,7 +30,7 @@ from kvpool_wire import agent_pb2 as pb
 from kvpool_wire.keys import KeySpace, chunk_key, key_digest
 from kvpool_wire.layout import WorkerLayout, check_worker
 from kvpool_wire.trailer import TRAILER_BYTES, seal
-from support.manual_loop import advance, turns
+from support.manual_loop import ManualLoop, advance, turns
 
 FULL, WINDOW = 0, 1
 BLOCK_SIZES = (16, 8)
@@ -119,19 +120,19 @@ class EngineMemory:
         for group in (FULL, WINDOW):
             shape = list(_SHAPES[group].values())
             strides = [int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
-            for layer in range(_LAYERS[group]):
-                tensors.append(
-                    pb.Tensor(
-                        group=group,
-                        layer=f"g{group}.l{layer}",
-                        part=0,
-                        storage=group,
-                        offset=self._at(group, layer, 0),
-                        shape=[BLOCKS, *shape],
-                        strides=[layer_bytes(group) + PAD, *strides],
-                        block_axis=0,
-                    )
+            tensors += [
+                pb.Tensor(
+                    group=group,
+                    layer=f"g{group}.l{layer}",
+                    part=0,
+                    storage=group,
+                    offset=self._at(group, layer, 0),
+                    shape=[BLOCKS, *shape],
+                    strides=[layer_bytes(group) + PAD, *strides],
+                    block_axis=0,
                 )
+                for layer in range(_LAYERS[group])
+            ]
         return pb.Worker(
             shards=[0, 0],
             storages=[pb.Storage(size=storage.size, device=pb.CPU) for storage in self.storages],
@@ -280,7 +281,7 @@ class Rig:
         self.reported: list[TransferResult] = []
         self._waiting: dict[int, asyncio.Future[TransferResult]] = {}
         self.ring: Ring
-        self.loader: MemoryLoader
+        self.loader: Loader
         self.mover: BlockMover
         self.client: CopyClient | None = None
         self.manager: TransferManager
@@ -294,6 +295,7 @@ class Rig:
         settings: TransferSettings | None = None,
         ring_chunks: int = 16,
         cluster: MemoryCluster | None = None,
+        on: Store | None = None,
         pool: "type[PoolWrapper] | None" = None,
         mover: "Callable[[Rig], BlockMover] | None" = None,
         window: int = 16,
@@ -305,6 +307,7 @@ class Rig:
             settings: limits; small batches by default, so that every transfer has several.
             ring_chunks: slots of the ring.
             cluster: the objects, shared with other rigs.
+            on: a real store instead of the one in memory.
             pool: wraps the mapped pool.
             mover: makes another mover than the mode's.
             window: tokens of the sliding window.
@@ -321,7 +324,8 @@ class Rig:
             ring=SealedMemory.create("ring", slot * ring_chunks),
         )
         rig.ring = Ring(rig.ring_memory, chunk_bytes=layout.max_chunk_bytes)
-        rig.loader = await rig.store.open_loader(rig.ring)
+        store: Store = rig.store if on is None else on
+        rig.loader = await store.open_loader(rig.ring)
         if mover is not None:
             rig.mover = mover(rig)
         elif mode == "mapped":
@@ -336,7 +340,7 @@ class Rig:
             keyspace=rig.keyspace,
             layout=layout,
             loader=rig.loader,
-            prober=rig.store.prober,
+            prober=store.prober,
             ring=rig.ring,
             mover=rig.mover,
             settings=settings or TransferSettings(batch_chunks=3),
@@ -352,7 +356,7 @@ class Rig:
     async def __aexit__(self, *_: object) -> None:
         closing = asyncio.ensure_future(self.manager.close())
         await turns()
-        if not closing.done():
+        if not closing.done() and isinstance(asyncio.get_running_loop(), ManualLoop):
             advance(
                 1_000.0
             )  # the fake's hanging calls end at their deadlines, a real loader's with its process

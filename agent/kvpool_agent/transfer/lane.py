@@ -178,8 +178,7 @@ class StoreLane:
         by_status = list(zip(offsets, statuses, strict=True))
         quiet = _QUIET if kept is ChunkStatus.OK else _QUIET | {ChunkStatus.OK}
         loud = [at for at, status in by_status if status not in quiet and status is not kept]
-        # The newest process is the latest that can have been asked, so its end is what frees the slot.
-        self._ring.quarantine(loud, generation=self._loader.generation)
+        self._ring.quarantine(loud)
         self._ring.free(at for at, status in by_status if status in quiet)
         if self._ring.quarantined_slots > self._most_quarantined and not self._tidying:
             self._tidying = True
@@ -190,7 +189,7 @@ class StoreLane:
         try:
             async with self._gets, self._puts:
                 await self._loader.replace()
-                self._ring.settle_all()
+                self._ring.settle()
         except FenceUnconfirmed as error:
             self._ring.retire(f"the loader could not be replaced: {error}")
         finally:
@@ -208,7 +207,6 @@ class StoreLane:
             yield not hold.stopped
         finally:
             lock.release()
-            self._ring.settle(generation=self._loader.generation)
 
     async def _call(
         self, operation: str, keys: int, context: Context, call: Callable[[], Awaitable[list[ChunkStatus]]]

@@ -16,16 +16,19 @@ class FailureLedger:
 
     def __init__(self, *, capacity: int) -> None:
         self._capacity = capacity
-        # Per request (transfer, position) in order of transfer, each position below all that follow it.
+        # Per request (transfer, position) in order of transfer, each position below all that follow it: an earlier
+        # failure matters only if it lies further to the front.
         self._failures: dict[str, list[tuple[int, int]]] = {}
 
     def record(self, *, request_id: str, transfer: int, position: int) -> None:
         """A load of the request failed at token `position`."""
-        steps = self._failures.pop(request_id, [])
-        # A later failure at or before an earlier one says all that the earlier one said, and needs more to be lifted.
-        steps = [step for step in steps if (step[0] < transfer and step[1] < position) or step[0] > transfer]
-        if not any(later > transfer and at <= position for later, at in steps):
-            steps = sorted([*steps, (transfer, position)])
+        # One at or before another's position, of the same or a later load, says all that the other says.
+        steps: list[tuple[int, int]] = []
+        for step in sorted(
+            [*self._failures.pop(request_id, []), (transfer, position)], key=lambda s: (-s[0], s[1])
+        ):
+            if not steps or step[1] < steps[0][1]:
+                steps.insert(0, step)
         if len(steps) > _STEPS:
             (_, lowest), (later, _), *rest = steps
             steps = [(later, lowest), *rest]

@@ -76,6 +76,7 @@ class LoadRun(Run):
         if not len(self.table):
             return
         landing: asyncio.Task[None] | None = None
+        fetched: Fetched | None = None
         try:
             await self.order(self._job.ordering)
             for rows in self.batches(range(len(self.table))):
@@ -84,8 +85,10 @@ class LoadRun(Run):
                     await landing
                 if fetched is None:
                     return
+                hopeless = self._note_statuses(rows, fetched.statuses)
                 landing = asyncio.create_task(self._land(rows, fetched), name=f"land {self.hold.transfer}")
-                if self._note_statuses(rows, fetched.statuses):
+                fetched = None
+                if hopeless:
                     return
         except Stopped:
             return
@@ -93,6 +96,8 @@ class LoadRun(Run):
             _log.error("load %d: %s", self.hold.transfer, error)
             self.fail_rest(FailReason.ENGINE_FAILED)
         finally:
+            if fetched is not None:
+                self.session.ring.free(fetched.arrived())
             if landing is not None:
                 await to_the_end([landing])
                 landing.result()

@@ -141,9 +141,8 @@ class Lookups:
     async def _ask(
         self, prefixes: Sequence[list[bytes]], asked: Sequence[NDArray[np.int64]], request: LookupRequest
     ) -> list[NDArray[np.bool_]]:
-        """Ask for all groups side by side; one deadline for all of them. Waits for every answer, also after an error:
-        a question left behind would run on into the next lookup.
-        """
+        """Ask for all groups side by side, with one deadline for all of them."""
+        # Every answer is waited for, also after an error: a question left behind would run on into the next lookup.
         answers = await asyncio.gather(
             *(self._present(prefixes[group], units, request) for group, units in enumerate(asked)),
             return_exceptions=True,

@@ -126,6 +126,7 @@ class CopyMover:
         self._moves: Final = _Moves()
         self._asked: dict[tuple[int, int], _Asked] = {}
         self._batches = 0
+        self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def mode(self) -> str:
@@ -188,9 +189,9 @@ class CopyMover:
     async def close(self) -> None:
         """See `BlockMover.close`. A client whose session is over copies on its own account alone."""
         first = self._moves.shut()
+        if first:
+            self._closing.set_result(None)
         for asked in self._asked.values():
-            if not asked.given_up:
-                asked.answer.set_result(frozenset(range(asked.items)))
             asked.ticket.quiet()
         self._asked.clear()
         await self._moves.idle()
@@ -220,7 +221,7 @@ class CopyMover:
             del self._asked[key]
             ticket.quiet()
             raise
-        either: set[asyncio.Future[Any]] = {asked.answer, ticket.stopping}
+        either: set[asyncio.Future[Any]] = {asked.answer, ticket.stopping, self._closing}
         timeout = max(0.0, ticket.deadline - asyncio.get_running_loop().time())
         try:
             await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

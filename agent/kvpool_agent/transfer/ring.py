@@ -8,7 +8,7 @@ what cannot be given by the deadline is not given (BOUNDED). Refuses: to know wh
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -66,7 +66,7 @@ class Ring:
             )
         self._free: deque[int] = deque(slot * self.slot_bytes for slot in range(self.slots))
         self._taken: set[int] = set()
-        self._quarantined: dict[int, int] = {}
+        self._quarantined: set[int] = set()
         self._waiters: deque[_Waiter] = deque()
         self._broken: str | None = None
 
@@ -122,22 +122,23 @@ class Ring:
             self._free.append(offset)
         self._serve()
 
-    def quarantine(self, offsets: Sequence[int], *, generation: int) -> None:
-        """Keep slots back until the loader's process of `generation` is gone.
+    def quarantine(self, offsets: Iterable[int]) -> None:
+        """Keep slots back until `settle`: a process of the store might still write them.
 
         A failure code does not mean that the destination is quiet: a frozen peer may write it when it wakes.
         """
         for offset in offsets:
             self._taken.remove(offset)
-            self._quarantined[offset] = generation
+            self._quarantined.add(offset)
 
-    def settle(self, *, generation: int) -> None:
-        """The loader's process is now that of `generation`; every older one is gone."""
-        self._release([offset for offset, issued in self._quarantined.items() if issued < generation])
+    def settle(self) -> None:
+        """Every process that was ever given work on this ring is gone: what is in quarantine is quiet now.
 
-    def settle_all(self) -> None:
-        """Every process that ever served the ring is gone, or was never given anything to do."""
-        self._release(list(self._quarantined))
+        Not by the loader's generation: a new process starts while the one before it may still be leaving.
+        """
+        self._free.extend(self._quarantined)
+        self._quarantined.clear()
+        self._serve()
 
     def retire(self, reason: str) -> None:
         """Never give out a slot again: a process that may still write the ring could not be reaped."""
@@ -150,12 +151,6 @@ class Ring:
     def _check_whole(self) -> None:
         if self._broken is not None:
             raise RingBroken(self._broken)
-
-    def _release(self, offsets: Sequence[int]) -> None:
-        for offset in offsets:
-            del self._quarantined[offset]
-            self._free.append(offset)
-        self._serve()
 
     def _serve(self) -> None:
         if self._broken is not None:

@@ -59,23 +59,27 @@ class SaveRun(Run):
 
     async def move(self) -> None:
         """Save every chunk that can be saved."""
+        staged: _Staged | None = None
         try:
             await self.order(self._job.ordering)
             rows = await unless_stopped(self._missing(), self.hold)
             for batch in self.batches(rows):
                 staged = await self._collect(batch)
                 if staged is None or not await self._put_is_over() or self.hold.stopped or self._hopeless:
-                    self._give_back(staged)
                     return
                 self._putting = self.session.background.start(
                     self._put(staged), name=f"put for save {self.hold.transfer}"
                 )
+                staged = None
             await self._put_is_over()
         except Stopped:
             return
         except MoverFailed as error:
             _log.error("save %d: %s", self.hold.transfer, error)
             self.fail_rest(FailReason.ENGINE_FAILED)
+        finally:
+            if staged is not None:
+                self.session.ring.free(item.offset for item in staged.items)
 
     @property
     def trailing(self) -> "asyncio.Task[None] | None":
@@ -187,10 +191,6 @@ class SaveRun(Run):
         puts = [PutItem(keys[index], offsets[index], self.size(rows[index])) for index in good]
         return _Staged([rows[index] for index in good], puts)
 
-    def _give_back(self, staged: "_Staged | None") -> None:
-        if staged is not None:
-            self.session.ring.free(item.offset for item in staged.items)
-
     async def _put_is_over(self) -> bool:
         """Wait for the put in flight; False if the save was stopped first, the put then goes on without it."""
         if self._putting is None:
@@ -212,7 +212,10 @@ class SaveRun(Run):
             rows = [
                 row for row, status in zip(staged.rows, statuses, strict=True) if status is ChunkStatus.OK
             ]
-            # Not confirmed once stopped: whatever the store has by now, the save is reported as it ended.
+            if self.hold.stopped:
+                # Not confirmed any more: whatever the store has by now, the save is reported as it ended.
+                self.session.metrics.late_completion()
+                return
             present = await unless_stopped(self._exists(rows), self.hold)
             self._note(staged.rows, statuses, dict(zip(rows, present, strict=True)))
         except Stopped:

@@ -17,6 +17,7 @@ from opentelemetry.context import Context
 from kvpool_agent.coordinator import KVCoordinator
 from kvpool_agent.transfer.background import Background
 from kvpool_agent.transfer.chunks import ChunkTable
+from kvpool_agent.transfer.errors import MoverFailed
 from kvpool_agent.transfer.fence import Hold, Stopped, done_unless_stopped
 from kvpool_agent.transfer.lane import StoreLane
 from kvpool_agent.transfer.ring import Ring
@@ -95,10 +96,20 @@ class Run:
             MoverFailed: they may not.
             Stopped: the transfer was stopped first.
         """
-        ordered = self.session.background.start(self.session.mover.order(ordering), name="order")
+
+        async def attempt() -> MoverFailed | None:
+            try:
+                await self.session.mover.order(ordering)
+            except MoverFailed as error:
+                return error
+            return None
+
+        # In the background, because it may wait for a device: a transfer that is stopped does not wait with it.
+        ordered = self.session.background.start(attempt(), name=f"order for {self.hold.transfer}")
         if not await done_unless_stopped(ordered, self.hold):
             raise Stopped
-        ordered.result()
+        if (error := ordered.result()) is not None:
+            raise error
 
     def key(self, row: int) -> bytes:
         """The key of one chunk."""

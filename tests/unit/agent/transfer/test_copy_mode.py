@@ -135,12 +135,18 @@ async def test_an_answer_about_items_that_were_not_asked_for_is_refused_and_fail
         with pytest.raises(CopyProtocolError, match="item 99"):
             client.answer(client.wanted[0], failed=[99])
         result = await rig.result(transfer)
-        assert failed_chunks(result) == {(FULL, 0): "ENGINE_FAILED", (FULL, 1): "ENGINE_FAILED", (WINDOW, 2): "ENGINE_FAILED"}
+        assert failed_chunks(result) == {
+            (FULL, 0): "ENGINE_FAILED",
+            (FULL, 1): "ENGINE_FAILED",
+            (WINDOW, 2): "ENGINE_FAILED",
+        }
 
 
 @pytest.mark.parametrize(("transfer", "batch"), [(1, 99), (99, 1), (0, 0)])
 @manual_time
-async def test_an_answer_that_nobody_waits_for_is_counted_and_changes_nothing(transfer: int, batch: int) -> None:
+async def test_an_answer_that_nobody_waits_for_is_counted_and_changes_nothing(
+    transfer: int, batch: int
+) -> None:
     async with await Rig.make(mode="copy") as rig:
         rig.stock(32)
         client = client_of(rig, automatic=False)

@@ -9,7 +9,7 @@ from kvpool_agent.pools.pool import MappedPool, PoolError
 from kvpool_agent.store.faults import Fault, FaultKind, Operation
 from kvpool_agent.transfer.errors import BlocksBusy, SessionClosed
 from kvpool_agent.transfer.types import FenceState
-from support.manual_loop import advance, manual_time, turns
+from support.manual_loop import advance, manual_time, turns, until
 from support.transfers import FULL, WINDOW, PoolWrapper, Rig, content, failed_chunks
 
 TOKENS = 96
@@ -169,7 +169,10 @@ async def test_a_release_between_the_last_byte_and_the_report_leaves_nothing_goo
         fault = rig.store.inject(Fault(FaultKind.HANG, keys=frozenset({rig.key(WINDOW, 3)}), times=1))
         await fault.struck.wait()
         await turns()
-        advance(5.1)  # the blocks are let go at the deadline, before the report is out
+        await until(lambda: rig.ring.free_slots == rig.ring.slots - 1)  # three chunks have landed
+        advance(5.1)
+        await until(lambda: not rig.manager.withheld(FULL))
+        assert rig.reported == [], "the blocks are let go at the deadline, before the report is out"
         answer = await rig.manager.release(transfer=transfer, deadline=now())
         assert answer.state is FenceState.FENCED
         assert (await rig.result(transfer)).good == 0
@@ -233,6 +236,7 @@ async def test_a_release_of_a_save_waits_for_its_reading() -> None:
         gated(rig).gate.set()
         assert (await release).state is FenceState.FENCED
         reads = len(gated(rig).touched)
+        assert reads <= 2, "a stopped ticket is looked at between two items"
         rig.compute(TOKENS, prompt="other")
         assert set(failed_chunks(await rig.result(start.transfer)).values()) == {"CANCELLED"}
         await turns(50)

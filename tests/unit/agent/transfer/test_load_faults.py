@@ -14,7 +14,7 @@ from kvpool_agent.store.protocol import ChunkStatus, GetItem
 from kvpool_agent.transfer.types import FailReason, TransferResult
 from kvpool_wire import agent_pb2 as pb
 from kvpool_wire.layout import GroupLayout
-from support.manual_loop import advance, manual_time, turns
+from support.manual_loop import advance, manual_time, turns, until
 from support.transfers import FULL, WINDOW, Rig, failed_chunks
 
 TOKENS = 96
@@ -287,9 +287,12 @@ async def test_bounded_what_has_not_landed_by_the_deadline_is_timed_out_at_once(
     async with await Rig.make() as rig:
         rig.stock(TOKENS)
         rows = rig.loaded(rig.plan(TOKENS))
-        hang = rig.store.inject(Fault(FaultKind.HANG, keys=frozenset({rig.key(*rows[4])}), event=asyncio.Event()))
+        hang = rig.store.inject(
+            Fault(FaultKind.HANG, keys=frozenset({rig.key(*rows[4])}), event=asyncio.Event())
+        )
         transfer, _ = rig.manager.start_load(rig.load_job(TOKENS, seconds=5.0))
         await hang.struck.wait()
+        await until(lambda: rig.ring.free_slots == rig.ring.slots - 3)  # the first batch has landed
         advance(4.9)
         await turns()
         assert rig.reported == []
