@@ -8,7 +8,7 @@ has to be there.
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from enum import EnumType
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
@@ -177,8 +177,10 @@ def _print_section(model: type[BaseModel], depth: int) -> list[str]:
         if section is not None:
             lines += [f"{indent}{name}:", *_print_section(section, depth + 1)]
         else:
-            value: object = EXAMPLES.get(name, "example") if field.is_required() else default_of(model, name)
-            lines.append(f"{indent}{name}: {json.dumps(value)}")
+            default: object = (
+                EXAMPLES.get(name, "example") if field.is_required() else default_of(model, name)
+            )
+            lines.append(f"{indent}{name}: {json.dumps(default)}")
     return lines
 
 
@@ -193,7 +195,7 @@ def describe(field: FieldInfo) -> str:
 
 
 def _choices(kind: object) -> list[str]:
-    return [str(value) for value in kind] if isinstance(kind, EnumType) else []
+    return [member.value for member in kind] if isinstance(kind, type) and issubclass(kind, StrEnum) else []
 
 
 def default_of(model: type[BaseModel], name: str) -> object:

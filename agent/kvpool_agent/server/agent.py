@@ -7,6 +7,7 @@ lives elsewhere.
 
 import asyncio
 import logging
+import os
 import secrets
 import signal
 import time
@@ -27,6 +28,7 @@ from kvpool_agent.server.selfdial import dial
 from kvpool_agent.server.service import AgentService
 from kvpool_agent.server.sockets import SocketFolder
 from kvpool_agent.server.status import AgentStatus
+from kvpool_agent.server.stream import SessionStreams
 from kvpool_agent.server.worker import WorkerTools
 from kvpool_agent.store.config import StoreConfig
 from kvpool_agent.store.mooncake_store import MooncakeStore
@@ -43,6 +45,9 @@ log = logging.getLogger(__name__)
 
 MAX_TOMBSTONES: Final = 65_536
 RPC_GRACE_SECONDS: Final = 1.0
+
+FIRST_STORE_SECONDS: Final = 5.0
+"""Mooncake notices a dead master after 4.3 s; after that the agent is ready without its store."""
 
 _SERVER_OPTIONS: Final = (
     ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
@@ -95,6 +100,8 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         raise_file_limit()
+        # Sockets are for the agent's user and the folder's group from the moment that they exist.
+        os.umask(0o007)
         async with AsyncExitStack() as parts:
             telemetry = Telemetry(telemetry_settings(self._config), self.metrics)
             telemetry.install()
@@ -109,6 +116,7 @@ class Agent:
             await self._start_store(parts, store)
             await self._serve(parts, store, status, folder)
             await dial(folder)
+            await self._wait_for_store(store)
             status.serving = True
             self._say_ready(http, folder)
             await self._stop.wait()
@@ -135,6 +143,21 @@ class Agent:
                 f"segment.size {self._config.segment.size}: no memory for it: {error.strerror}"
             ) from error
         parts.push_async_callback(self._stop_store, store)
+
+    async def _wait_for_store(self, store: MooncakeStore) -> None:
+        """Give the store's first processes a moment: engines that attach at once should not see misses without need."""
+        ready = asyncio.ensure_future(
+            store.wait_ready(deadline=asyncio.get_running_loop().time() + FIRST_STORE_SECONDS)
+        )
+        stopped = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not ready.done():
+            ready.cancel()
+        elif not ready.result():
+            log.warning(
+                "the store does not answer, lookups miss until it does: %s", store.health().last_error
+            )
 
     async def _stop_store(self, store: MooncakeStore) -> None:
         await store.stop(deadline=asyncio.get_running_loop().time() + STORE_SECONDS)
@@ -167,16 +190,26 @@ class Agent:
             token_timeout=config.socket.token_timeout,
             max_connections=config.socket.max_connections,
         )
-        service = AgentService(
+        streams = SessionStreams(
             sessions=self._sessions,
             descriptors=descriptors,
             attacher=Attacher(tools, self._sessions),
+            status=status,
+            attach_seconds=config.socket.token_timeout,
+        )
+        service = AgentService(
+            sessions=self._sessions,
+            descriptors=descriptors,
+            streams=streams,
             lookups=lookups,
             status=status,
+            metrics=self.metrics,
             cache=config.cache,
-            attach_seconds=config.socket.token_timeout,
             max_lookups=config.engines.max_lookups,
         )
+        # Before gRPC's socket: whoever sees that one finds the other.
+        descriptors.start()
+        parts.callback(descriptors.close)
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         server.add_generic_rpc_handlers((service.handlers(),))
         try:
@@ -188,8 +221,6 @@ class Agent:
         # Sessions end before the server does, so that streams are over when it waits for them.
         parts.push_async_callback(self._sessions.close_all, "the agent is going away")
         folder.rpc.chmod(0o660)
-        descriptors.start()
-        parts.callback(descriptors.close)
 
     def _say_ready(self, http: HttpServer, folder: SocketFolder) -> None:
         log.info(

@@ -6,13 +6,14 @@ arrives is owned by somebody or closed at once (CRASH_ONLY); nothing here ever b
 Refuses: to know sessions. What a descriptor is good for is checked by whoever maps it.
 """
 
+import array
 import asyncio
 import logging
 import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,6 +28,7 @@ _STORAGES: Final = struct.Struct("<1sII")
 _RING: Final = struct.Struct("<1sQ")
 _PEER: Final = struct.Struct("3i")
 _BACKLOG: Final = 64
+_ROOM: Final = socket.CMSG_SPACE(rpc.DESCRIPTORS_PER_MESSAGE * array.array("i").itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,20 @@ class Channel:
                 "DescriptorSocketBroken", f"the ring could not be sent: {error.strerror}"
             ) from error
 
+    def hung_up(self) -> bool:
+        """Whether the other end is gone. What it may have sent before its Attach stays where it is."""
+        self.unwatch()
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def unwatch(self) -> None:
+        """Let nobody be called any more when something arrives."""
+        asyncio.get_running_loop().remove_reader(self._sock)
+
     def close(self) -> None:
         """Close the connection; idempotent."""
         if self._sock.fileno() >= 0:
@@ -93,16 +109,15 @@ class Channel:
 
     def _receive(self, fds: list[int], count: int) -> None:
         try:
-            raw, got, flags, _ = socket.recv_fds(
-                self._sock, _STORAGES.size + 1, rpc.DESCRIPTORS_PER_MESSAGE, socket.MSG_CMSG_CLOEXEC
-            )
+            # Not socket.recv_fds: Python 3.11 ignores its flags, and the descriptors would be inherited by workers.
+            raw, ancillary, flags, _ = self._sock.recvmsg(_STORAGES.size + 1, _ROOM, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return  # a spurious wake-up
         except OSError as error:
             raise SessionRefused(
                 "DescriptorSocketBroken", f"receiving storages failed: {error.strerror}"
             ) from error
-        first = len(fds)
+        first, got = len(fds), _descriptors(ancillary)
         fds += got
         if not raw:
             raise SessionRefused(
@@ -138,6 +153,14 @@ class Channel:
             await ready
         finally:
             loop.remove_reader(self._sock)
+
+
+def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return list(found)
 
 
 def _close_all(fds: list[int]) -> None:
@@ -203,6 +226,7 @@ class DescriptorServer:
             return None
         channel, expiry = found
         expiry.cancel()
+        channel.unwatch()
         return channel
 
     def waits(self, token: bytes) -> bool:
@@ -222,9 +246,8 @@ class DescriptorServer:
             self._listener = None
             self._path.unlink(missing_ok=True)
             os.close(self._pidfd)
-        for channel, expiry in list(self._waiting.values()):
-            expiry.cancel()
-            channel.close()
+        for token in list(self._waiting):
+            self._expire(token)
 
     def _accept(self) -> None:
         if self._listener is None:
@@ -259,6 +282,12 @@ class DescriptorServer:
         self._open.add(channel)
         expiry = asyncio.get_running_loop().call_later(self._token_timeout, self._expire, token)
         self._waiting[token] = (channel, expiry)
+        asyncio.get_running_loop().add_reader(sock, self._stirred, channel)
+
+    def _stirred(self, channel: Channel) -> None:
+        """A waiting client sent something before its Attach, or went away: the latter frees its place at once."""
+        if channel.hung_up():
+            self._expire(channel.token)
 
     def _expire(self, token: bytes) -> None:
         channel = self.claim(token)

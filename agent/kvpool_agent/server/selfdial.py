@@ -43,7 +43,7 @@ async def _dial(folder: SocketFolder) -> pb.StatusResponse:
             await ready.wait()
         finally:
             loop.remove_reader(sock)
-        hello, fds, _, _ = socket.recv_fds(sock, 64, 4, socket.MSG_CMSG_CLOEXEC)
+        hello, fds, _, _ = socket.recv_fds(sock, 64, 4)
         for fd in fds:
             os.close(fd)
         token = hello[1 : 1 + rpc.TOKEN_BYTES].hex()

@@ -6,38 +6,26 @@ saves are skipped, so that no engine ever fails because of it. Refuses: to decid
 """
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeVar
+from typing import Any
 
 import grpc
-import grpc.aio
 from google.protobuf.message import Message
-from opentelemetry.context import Context
-from opentelemetry.propagate import extract
 
 from kvpool_agent.config import CacheSection
-from kvpool_agent.errors import CallRefused, Refusal, SessionRefused
-from kvpool_agent.server import codec
-from kvpool_agent.server.attach import Attacher
-from kvpool_agent.server.descriptors import Channel, DescriptorServer
-from kvpool_agent.server.refusals import status_of
+from kvpool_agent.errors import CallRefused, Refusal
+from kvpool_agent.server import codec, plans
+from kvpool_agent.server.calls import Call, answering, now, serialize, token_of, trace_context, unknown_token
+from kvpool_agent.server.descriptors import DescriptorServer
 from kvpool_agent.server.registry import Sessions
 from kvpool_agent.server.session import Session, WorkerSession
 from kvpool_agent.server.status import AgentStatus
-from kvpool_agent.transfer.errors import CopyProtocolError
+from kvpool_agent.server.stream import DRAINING_TEXT, SessionStreams
+from kvpool_agent.telemetry.metrics import AgentMetrics
 from kvpool_agent.transfer.lookup import Lookups
 from kvpool_agent.transfer.types import FenceResult, FenceState
 from kvpool_wire import agent_pb2 as pb
 from kvpool_wire import rpc
-
-log = logging.getLogger(__name__)
-
-Request = TypeVar("Request", bound=Message)
-Response = TypeVar("Response", bound=Message)
-Call = grpc.aio.ServicerContext[Any, Any]
-
-DRAINING_TEXT: Final = "the agent is draining"
 
 
 class AgentService:
@@ -48,25 +36,25 @@ class AgentService:
         *,
         sessions: Sessions,
         descriptors: DescriptorServer,
-        attacher: Attacher,
+        streams: SessionStreams,
         lookups: Lookups,
         status: AgentStatus,
+        metrics: AgentMetrics,
         cache: CacheSection,
-        attach_seconds: float,
         max_lookups: int,
     ) -> None:
         self._sessions = sessions
         self._descriptors = descriptors
-        self._attacher = attacher
+        self._streams = streams
         self._lookups = lookups
         self._status = status
+        self._metrics = metrics
         self._cache = cache
-        self._attach_seconds = attach_seconds
         self._max_lookups = max_lookups
         self._looking_up = 0
 
     def handlers(self) -> "grpc.GenericRpcHandler[Any, Any]":
-        """What a gRPC server registers."""
+        """What a gRPC server registers. Requests are parsed here, not there: gRPC calls malformed bytes UNKNOWN."""
         unary: dict[str, tuple[Callable[..., Awaitable[Message]], type[Message]]] = {
             "Lookup": (self.lookup, pb.LookupRequest),
             "Resume": (self.resume, pb.ResumeRequest),
@@ -77,115 +65,14 @@ class AgentService:
         }
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             name: grpc.unary_unary_rpc_method_handler(
-                _answering(handler), request_deserializer=request.FromString, response_serializer=_serialize
+                answering(handler, request), response_serializer=serialize
             )
             for name, (handler, request) in unary.items()
         }
         methods["Attach"] = grpc.stream_stream_rpc_method_handler(
-            self.attach, request_deserializer=pb.ClientEvent.FromString, response_serializer=_serialize
+            self._streams.attach, response_serializer=serialize
         )
         return grpc.method_handlers_generic_handler(rpc.SERVICE, methods)
-
-    # -------------------------------------------------------------------------------------------------- session
-
-    async def attach(self, _: object, context: Call) -> None:
-        """The session: from its first message to the end of its stream."""
-        channel = self._claim(context)
-        if channel is None:
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED,
-                "no unclaimed token in kvpool-token: connect to fd.sock, and attach with the token that it gives, once",
-            )
-        try:
-            session = await self._open(channel, context)
-        except BaseException:
-            channel.close()
-            raise
-        if session is None:
-            channel.close()
-            return
-        try:
-            await self._serve(session, context)
-        finally:
-            await self._sessions.close(session)
-
-    def _claim(self, context: Call) -> Channel | None:
-        token = _token(context)
-        return self._descriptors.claim(token) if token is not None else None
-
-    async def _open(self, channel: Channel, context: Call) -> Session | None:
-        """Open a session and write Ready; None after a refusal."""
-        try:
-            async with asyncio.timeout(self._attach_seconds):
-                event = await context.read()
-            if not isinstance(event, pb.ClientEvent) or event.WhichOneof("event") != "attach":
-                raise SessionRefused(
-                    "AttachMissing", "the first message of the stream has to be an AttachRequest"
-                )
-            if self._status.draining:
-                raise SessionRefused("Draining", DRAINING_TEXT)
-            opened = await self._attacher.open(event.attach, channel, context.write)
-        except TimeoutError:
-            await _refuse(
-                context, "AttachMissing", f"no AttachRequest came within {self._attach_seconds:g} s"
-            )
-            return None
-        except SessionRefused as error:
-            await _refuse(context, error.reason, str(error))
-            return None
-        session = opened.session
-        try:
-            await context.write(pb.ServerEvent(ready=opened.ready))
-        except BaseException:
-            session.end("the client went away before Ready")
-            await self._sessions.close(session)
-            raise
-        log.info(
-            "session begun",
-            extra={
-                "session": session.number,
-                "role": session.role,
-                "engine": session.engine_id,
-                "identity": session.keyspace.digest.hex(),
-                "uid": channel.peer.uid,
-                "mode": session.mode if isinstance(session, WorkerSession) else "",
-                "mode_reason": opened.ready.mode_reason,
-            },
-        )
-        return session
-
-    async def _serve(self, session: Session, context: Call) -> None:
-        """Move events both ways until one side is over."""
-        tasks = [
-            asyncio.ensure_future(self._read_events(session, context)),
-            asyncio.ensure_future(_write_events(session, context)),
-            asyncio.ensure_future(session.outbox.overflowed.wait()),
-            asyncio.ensure_future(session.ended.wait()),
-        ]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if session.outbox.overflowed.is_set():
-                session.end("the client does not read its events")
-            for task in tasks[:2]:
-                if task.done() and task.exception() is not None:
-                    session.end(f"the stream broke: {task.exception()}")
-            session.end("the client closed the stream")
-        except asyncio.CancelledError:
-            session.end("the client went away")
-            raise
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _read_events(self, session: Session, context: Call) -> None:
-        while isinstance(event := await context.read(), pb.ClientEvent):
-            if event.WhichOneof("event") == "copy_done" and isinstance(session, WorkerSession):
-                try:
-                    session.copy_done(event.copy_done)
-                except CopyProtocolError as error:
-                    session.end(f"copy protocol broken: {error}")
-                    return
 
     # ---------------------------------------------------------------------------------------------------- calls
 
@@ -196,10 +83,13 @@ class AgentService:
         job = codec.lookup_request(
             request,
             hash_block=session.coordinator.sizes.hash_block,
-            deadline=_now() + budget,
-            context=_trace_context(context),
+            deadline=now() + budget,
+            context=trace_context(context),
         )
         if self._status.draining:
+            self._metrics.lookup_done(
+                seconds=0.0, hit_tokens=0, miss_tokens=job.max_length, pruned_tokens=0, outcome="draining"
+            )
             return pb.LookupResponse(miss_reason=pb.DRAINING)
         if self._looking_up >= self._max_lookups:
             raise CallRefused(
@@ -217,7 +107,7 @@ class AgentService:
         )
         if answer.plan is not None:
             response.plan.CopyFrom(
-                codec.plan_to_wire(
+                plans.plan_to_wire(
                     answer.plan,
                     job,
                     identity=session.keyspace.digest,
@@ -231,19 +121,19 @@ class AgentService:
         """Where the engine resumes after failures on some rank; never prunes (PRUNE_ONCE)."""
         session = self._session(context)
         coordinator = session.coordinator
-        wire = codec.plan_from_wire(request.plan, identity=session.keyspace.digest, coordinator=coordinator)
+        wire = plans.plan_from_wire(request.plan, identity=session.keyspace.digest, coordinator=coordinator)
         sizes = [group.block_size for group in coordinator.groups]
-        there = codec.arrived(wire.plan, sizes, start=request.start, failed=request.failed)
+        there = plans.arrived(wire.plan, sizes, start=request.start, failed=request.failed)
         return pb.ResumeResponse(resume_length=coordinator.resume_length(wire.plan, there))
 
     async def load(self, request: pb.LoadRequest, context: Call) -> pb.LoadResponse:
         """Begin a load; its end is a TransferDone event."""
         session = self._worker(context)
         budget = codec.seconds(request.deadline_ms, longest=self._cache.load_timeout)
-        wire = codec.plan_from_wire(
+        wire = plans.plan_from_wire(
             request.plan, identity=session.keyspace.digest, coordinator=session.coordinator
         )
-        job = codec.load_job(request, wire, deadline=_now() + budget, context=_trace_context(context))
+        job = codec.load_job(request, wire, deadline=now() + budget, context=trace_context(context))
         transfer, chunks = session.manager.start_load(job)
         return pb.LoadResponse(transfer=transfer, chunks=chunks)
 
@@ -255,8 +145,8 @@ class AgentService:
             request,
             groups=len(session.coordinator.groups),
             hash_block=session.coordinator.sizes.hash_block,
-            deadline=_now() + budget,
-            context=_trace_context(context),
+            deadline=now() + budget,
+            context=trace_context(context),
         )
         if self._status.draining:
             return pb.SaveResponse(skipped=DRAINING_TEXT)
@@ -266,7 +156,7 @@ class AgentService:
     async def release(self, request: pb.ReleaseRequest, context: Call) -> pb.ReleaseResponse:
         """Return when FENCED holds for what is named, or say at the deadline that it cannot be known."""
         session = self._session(context)
-        deadline = _now() + codec.seconds(request.deadline_ms, longest=self._cache.load_timeout)
+        deadline = now() + codec.seconds(request.deadline_ms, longest=self._cache.load_timeout)
         what = request.WhichOneof("what")
         if what is None:
             raise codec.invalid("release names nothing: give a request_id, a transfer, or everything")
@@ -289,16 +179,16 @@ class AgentService:
 
     async def get_status(self, _: pb.StatusRequest, context: Call) -> pb.StatusResponse:
         """What the agent is and has; also for a token that has not attached yet."""
-        token = _token(context)
+        token = token_of(context)
         if token is None or not (self._descriptors.waits(token) or self._sessions.find(token)):
-            raise _unknown_token()
+            raise unknown_token()
         return self._status.message()
 
     def _session(self, context: Call) -> Session:
-        token = _token(context)
+        token = token_of(context)
         session = self._sessions.find(token) if token is not None else None
         if session is None:
-            raise _unknown_token()
+            raise unknown_token()
         return session
 
     def _worker(self, context: Call) -> WorkerSession:
@@ -314,57 +204,3 @@ def _joined(results: list[FenceResult]) -> pb.ReleaseResponse:
     unconfirmed = [transfer for result in results for transfer in result.unconfirmed]
     fenced = all(result.state is FenceState.FENCED for result in results)
     return pb.ReleaseResponse(state=pb.FENCED if fenced else pb.FENCE_UNCONFIRMED, unconfirmed=unconfirmed)
-
-
-def _answering(handler: Callable[..., Awaitable[Message]]) -> Callable[..., Awaitable[Message]]:
-    """The handler with its errors turned into statuses."""
-
-    async def answer(request: Message, context: Call) -> Message:
-        try:
-            return await handler(request, context)
-        except Exception as error:  # noqa: BLE001 - the border of the process: every error becomes a status
-            code, message = status_of(error)
-            await context.abort(code, message)
-
-    return answer
-
-
-async def _write_events(session: Session, context: Call) -> None:
-    while True:
-        await context.write(await session.outbox.get())
-
-
-async def _refuse(context: Call, reason: str, message: str) -> None:
-    log.warning("attach refused: %s: %s", reason, message)
-    await context.write(pb.ServerEvent(refused=pb.Refused(reason=reason, message=message)))
-
-
-def _unknown_token() -> CallRefused:
-    return CallRefused(
-        Refusal.UNKNOWN_TOKEN,
-        f"no session has this {rpc.TOKEN_METADATA}: the session is over, or was never attached; attach again",
-    )
-
-
-def _token(context: Call) -> bytes | None:
-    for key, value in context.invocation_metadata() or ():
-        if key == rpc.TOKEN_METADATA and isinstance(value, str) and len(value) == 2 * rpc.TOKEN_BYTES:
-            try:
-                return bytes.fromhex(value)
-            except ValueError:
-                return None
-    return None
-
-
-def _trace_context(context: Call) -> Context | None:
-    """The caller's trace context; None without one, so that nothing of the SDK runs then."""
-    carrier = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-    return extract(carrier) if "traceparent" in carrier else None
-
-
-def _serialize(message: Message) -> bytes:
-    return message.SerializeToString()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -10,7 +10,7 @@ has no effect on these histograms. Delta temporality is honoured.
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from opentelemetry.sdk.metrics import Histogram as HistogramInstrument
 from opentelemetry.sdk.metrics.export import (
@@ -32,8 +32,9 @@ from typing_extensions import override
 
 from kvpool_agent.telemetry.metrics import AgentMetrics, Buckets
 from kvpool_agent.telemetry.names import MetricEntry
+from kvpool_wire import VERSION
 
-SCOPE = InstrumentationScope("kvpool.agent")
+SCOPE: Final = InstrumentationScope("kvpool.agent.histograms", VERSION)
 
 
 class HistogramCollector(Collector):
@@ -101,7 +102,9 @@ class WithHistograms(MetricExporter):
         now = time.time_ns()
         own = ScopeMetrics(SCOPE, [self._metric(entry, now) for entry in self._metrics.histograms], "")
         self._last = now
-        joined = MetricsData([*metrics_data.resource_metrics, ResourceMetrics(self._resource, [own], "")])
+        # Under one resource, and in a scope of their own: the encoder keeps the last of two that are equal.
+        scopes = [scope for one in metrics_data.resource_metrics for scope in one.scope_metrics]
+        joined = MetricsData([ResourceMetrics(self._resource, [*scopes, own], "")])
         return self._inner.export(joined, timeout_millis=timeout_millis, **kwargs)
 
     @override

@@ -38,6 +38,15 @@ class MetricEntry:
     attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     bounds: tuple[float, ...] = ()
 
+    @property
+    def prometheus_name(self) -> str:
+        """As PromQL spells it: a counter's samples end in `_total`, a histogram's in `_bucket`, `_sum` and `_count`."""
+        base = self.name.replace(".", "_")
+        unit = {"s": "_seconds", "By": "_bytes"}.get(self.unit, "")
+        return (base if base.endswith(unit) else base + unit) + (
+            "_total" if self.kind is Kind.COUNTER else ""
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SpanEntry:
@@ -186,8 +195,18 @@ SPANS: Final = (
         "One lookup. Made only below a sampled parent: nothing of the SDK runs for any other lookup.",
         ("kvpool.lookup.hit_tokens", "kvpool.lookup.pruned_tokens", "kvpool.lookup.probed_keys"),
     ),
-    SpanEntry("kvpool.load", _CALLER, "One load, from its acceptance to its report."),
-    SpanEntry("kvpool.save", _CALLER, "One save, from its acceptance to its report."),
+    SpanEntry(
+        "kvpool.load",
+        _CALLER,
+        "One load, from its acceptance to its report.",
+        ("kvpool.chunks.ok", "kvpool.chunks.failed"),
+    ),
+    SpanEntry(
+        "kvpool.save",
+        _CALLER,
+        "One save, from its acceptance to its report.",
+        ("kvpool.chunks.ok", "kvpool.chunks.failed"),
+    ),
     SpanEntry(
         "mooncake.batch_is_exist", "kvpool.lookup or kvpool.save", "One existence request.", ("kvpool.keys",)
     ),
