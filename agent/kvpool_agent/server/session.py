@@ -189,12 +189,22 @@ class WorkerSession(Session):
             ("loader", self._parts.loader.close),
             ("ring", self._free_ring),
         )
+        fenced = True
         for name, step in steps:
             try:
                 await step()
             except Exception:  # each part has to be ended, whatever became of the one before
                 log.exception("closing %s failed", name, extra={"session": self.number})
-        await super()._close()
+                fenced = fenced and name != "transfers"
+        if fenced:
+            await super()._close()
+            return
+        # FENCED: the client takes the end of its descriptor socket as the word that its blocks are touched no more.
+        log.critical(
+            "it cannot be known that the blocks of session %d are touched no more; its engine withholds them until "
+            "this process has ended: restart the agent",
+            self.number,
+        )
 
     async def _free_ring(self) -> None:
         self._parts.memory.close()

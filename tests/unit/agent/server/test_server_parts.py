@@ -239,6 +239,14 @@ async def test_a_part_that_cannot_close_does_not_keep_the_others_open() -> None:
     assert parts_of(session).order == ["loader", "ring"]
 
 
+async def test_transfers_that_cannot_be_ended_keep_the_descriptor_socket_open_fenced() -> None:
+    session = worker(1)
+    parts_of(session).manager.fails = True
+    await session.close()
+    # Its end would tell the client that the blocks are touched no more.
+    assert cast("FakeChannel", session._channel).closed == 0
+
+
 async def test_a_cancelled_caller_does_not_stop_the_end_of_a_session() -> None:
     session = worker(1)
     closing = asyncio.ensure_future(session.close())
