@@ -59,11 +59,16 @@ class Scheduler:
 
     def calls(self) -> dict[str, Callable[[Answer], Answer]]:
         """By name."""
-        return {"lookup": self._lookup, "resume": self._resume}
+        return {"store": self._store, "lookup": self._lookup, "resume": self._resume}
 
     def close(self) -> None:
         """Detach."""
         self._client.close()
+
+    def _store(self, _: Answer) -> Answer:
+        """Whether the node's share of the pool is mounted; an agent serves without it, as it does without a master."""
+        status = self._client.status(deadline=2.0)
+        return {"mounted": status.store_reachable and status.segment_bytes > 0}
 
     def _lookup(self, call: Answer) -> Answer:
         prompt = prompt_of(call)

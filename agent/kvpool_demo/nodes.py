@@ -111,6 +111,7 @@ def finish(fleet: Fleet, starting: Starting) -> Node:
 
 
 def attach(node: Node) -> None:
-    """Wait until every process of the node's engine says that it is attached."""
+    """Wait until every process of the node's engine says that it is attached, and the node's segment is mounted."""
     for process in (node.scheduler, *node.ranks):
         process.receive()
+    wait_until(lambda: bool(node.scheduler.call("store")["mounted"]), node.agent)

@@ -107,14 +107,32 @@ class AgentProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """One sample of /metrics."""
+        return self._sample(self.get("/metrics")[1], name, **labels)
+
+    @staticmethod
+    def _sample(page: str, name: str, **labels: str) -> float:
         wanted = set(labels.items())
-        for line in self.get("/metrics")[1].splitlines():
+        for line in page.splitlines():
             if line.startswith((f"{name} ", f"{name}{{")):
                 inside = line.partition("{")[2].partition("}")[0]
                 found = {tuple(pair.split("=", 1)) for pair in inside.split(",") if pair}
                 if wanted <= {(key, value.strip('"')) for key, value in found}:
                     return float(line.rpartition(" ")[2])
         raise AssertionError(f"no sample {name} with {labels}")
+
+    def wait_for_store(self, seconds: float = 30.0) -> AgentProcess:
+        """Wait until the master has answered and the segment is mounted; "ready" alone promises neither."""
+        deadline = time.monotonic() + seconds
+        while True:
+            page = self.get("/metrics")[1]
+            sizes = {
+                state: self._sample(page, "kvpool_segment_bytes", state=state)
+                for state in ("configured", "mounted")
+            }
+            if "kvpool_store_success_age_seconds " in page and sizes["mounted"] == sizes["configured"]:
+                return self
+            assert time.monotonic() < deadline, f"no store in {seconds} s: {sizes}\n{self.log()}"
+            time.sleep(0.1)  # noqa: TID251 - a figure of another process has no event
 
     def stop(self, seconds: float = 20.0) -> int:
         """SIGTERM; returns its exit code."""

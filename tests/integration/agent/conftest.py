@@ -41,7 +41,7 @@ def agent(module_folder: Path, master: Master) -> Iterator[AgentProcess]:
     folder.mkdir()
     one = AgentProcess(folder, master.address)
     try:
-        yield one.start()
+        yield one.start().wait_for_store()
     finally:
         one.kill()
 
@@ -53,7 +53,7 @@ def other_agent(module_folder: Path, master: Master) -> Iterator[AgentProcess]:
     folder.mkdir()
     one = AgentProcess(folder, master.address, node="node-b")
     try:
-        yield one.start()
+        yield one.start().wait_for_store()
     finally:
         one.kill()
 

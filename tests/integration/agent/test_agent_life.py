@@ -74,7 +74,7 @@ def test_the_printed_default_is_a_configuration(tmp_path: Path) -> None:
 
 
 def test_sigterm_unmounts_and_leaves_nothing(make_agent: MakeAgent, master: Master) -> None:
-    agent = make_agent(segment={"size": "32Mi"}).start()
+    agent = make_agent(segment={"size": "32Mi"}).start().wait_for_store()
     workers = agent.workers()
     assert any(one["size_bytes"] == 32 << 20 for one in master.segments())
     for name in (rpc.RPC_SOCKET, rpc.DESCRIPTOR_SOCKET):
@@ -87,7 +87,7 @@ def test_sigterm_unmounts_and_leaves_nothing(make_agent: MakeAgent, master: Mast
 
 
 async def test_drain_tells_engines_and_serves_what_is_under_way(make_agent: MakeAgent) -> None:
-    agent = make_agent(segment={"size": "32Mi"}).start()
+    agent = make_agent(segment={"size": "32Mi"}).start().wait_for_store()
     async with engine_on_wire(agent.directory, "engine", pb.COPY, pb.MAPPED) as engine:
         rank = engine.ranks[0]
         await engine.save("drain", 6, list(range(1, 7)))

@@ -44,7 +44,7 @@ def _agent(folder: Path, master: Master, name: str, **sections: Any) -> AgentPro
 def agent_a(folder: Path, master: Master) -> Iterator[AgentProcess]:
     one = _agent(folder, master, "a")
     try:
-        yield one.start()
+        yield one.start().wait_for_store()
     finally:
         one.kill()
 
@@ -53,7 +53,7 @@ def agent_a(folder: Path, master: Master) -> Iterator[AgentProcess]:
 def agent_b(folder: Path, master: Master) -> Iterator[AgentProcess]:
     one = _agent(folder, master, "b")
     try:
-        yield one.start()
+        yield one.start().wait_for_store()
     finally:
         one.kill()
 
@@ -77,7 +77,7 @@ def mortals(master: Master, socket_dir: Path) -> Iterator[MakeAgent]:
 
 @pytest.fixture
 def mortal(mortals: MakeAgent) -> AgentProcess:
-    return mortals().start()
+    return mortals().start().wait_for_store()
 
 
 @pytest.fixture
