@@ -1,6 +1,6 @@
 # Every target sets up what it needs. `make` alone lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format golden proto docs test-gpu clean
+.PHONY: help setup demo test lint format golden proto crds docs test-gpu clean
 
 # Relative paths only: the checkout's own path may hold spaces.
 PYTHON := .venv/bin/python
@@ -31,6 +31,7 @@ lint: $(STAMP) ## style, types, import contracts, generated files, spelling
 	@$(PYTHON) -m mypy
 	@$(PYTHON) -c 'from importlinter.cli import lint_imports_command as main; main()' --cache-dir .cache/import-linter
 	@$(PYTHON) tools/gen_proto.py --check
+	@$(PYTHON) tools/gen_crds.py --check
 	@$(PYTHON) -m codespell_lib
 
 format: $(STAMP) ## let ruff mend what it can
@@ -39,10 +40,13 @@ format: $(STAMP) ## let ruff mend what it can
 
 golden: $(STAMP) ## replay coordinator vectors: make golden FILE=path
 	@test -n "$(FILE)" || { echo "golden: name the vectors: make golden FILE=path" >&2; exit 2; }
-	@$(PYTHON) -m kvpool_agent.coordinator.golden "$(FILE)"
+	@$(PYTHON) -m kvpool_agent.golden "$(FILE)"
 
 proto: $(STAMP) ## compile agent.proto into the committed descriptor set and its typed stub
 	@$(PYTHON) tools/gen_proto.py
+
+crds: $(STAMP) ## write the custom resource definitions and their reference page from the operator's models
+	@$(PYTHON) tools/gen_crds.py
 
 docs: $(STAMP) ## check the documentation: links, indexes, decisions
 	@$(PYTHON) -m pytest -q tests/unit/docs

@@ -13,6 +13,8 @@ cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=.venv
 STAMP=$VENV/.kvpool-stamp
 EXTRAS=agent-cpu,engine,operator,dev
+# What is given to pip as torch: a requirement, or the path of a wheel.
+TORCH=${KVPOOL_TORCH:-torch==2.13.0}
 
 # What mooncake's extension modules and mooncake_master link, by soname, with Debian's package for each.
 LIBRARIES=(
@@ -83,15 +85,32 @@ make_venv() {
   "$python" -m venv --clear "$VENV"
 }
 
+# Any build of torch serves, and nothing here uses a GPU. Which one pip would take is for its own settings to say; the
+# large one is announced before it is fetched, and fetched all the same: a set-up that works beats a small one.
+look_at_torch() {
+  local plan
+  plan=$("$VENV/bin/python" -m pip --disable-pip-version-check install --dry-run -c constraints.txt "$TORCH") ||
+    die "pip finds no $TORCH (its own words are above); name another build: KVPOOL_TORCH=requirement or wheel"
+  [[ $plan == *"Would install"*nvidia-* ]] || return 0
+  printf 'setup: %s\n' >&2 \
+    "pip is about to take torch's CUDA build: some 3 GB to fetch, 7 GB on disk. It works as well." \
+    "For the CPU build (0.2 GB), stop this with Ctrl-C and tell pip where one is, by one of" \
+    "  PIP_INDEX_URL=...      an index that holds CPU builds, and all other packages" \
+    "  PIP_FIND_LINKS=...     a folder or page with a CPU wheel beside the index that you have" \
+    "  KVPOOL_TORCH=...       the wheel itself, a path or an address" \
+    "and run make setup again; docs/how-to/install.md says more."
+}
+
 install_packages() {
   local pip=("$VENV/bin/python" -m pip --disable-pip-version-check install --quiet)
   # pip keeps its cache under HOME; an account whose HOME cannot be written keeps it here.
   if [[ -z ${PIP_CACHE_DIR:-} && ! -w ${HOME:-/nonexistent} ]]; then
     export PIP_CACHE_DIR="$PWD/.cache/pip"
   fi
-  # torch first and by itself: it is by far the largest, and pip's own settings say which build is at hand.
+  # torch first and by itself: it is by far the largest.
   say "installing packages (torch is the largest; the first time takes some minutes)"
-  "${pip[@]}" -c constraints.txt torch==2.13.0
+  look_at_torch
+  "${pip[@]}" -c constraints.txt "$TORCH"
   "${pip[@]}" -c constraints.txt -e ".[$EXTRAS]"
 }
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic.alias_generators import to_camel
 
 from kvpool_agent.config_types import Duration, Size
+from kvpool_agent.store.address import address_fault, through_etcd
 from kvpool_agent.telemetry.logs import LogFormat
 from kvpool_wire import limits
 from kvpool_wire.identity import IdentityError
@@ -142,7 +143,8 @@ class StoreSection(Section):
     """The Mooncake store."""
 
     master_address: str
-    """`host:port` of the master's RPC."""
+    """`host:port` of the master's RPC, or `etcd://` and every member of the etcd in which several masters elect a
+    leader, joined by `;`: `etcd://etcd-0.etcd:2379;etcd-1.etcd:2379`."""
 
     protocol: Protocol = Protocol.TCP
     """Transport between nodes. RDMA without a usable device is an error, never TCP."""
@@ -154,15 +156,23 @@ class StoreSection(Section):
     """For one answer of the master."""
 
     cluster_id: str = ""
-    """Name of the cluster of masters where they are highly available; empty without."""
+    """With `etcd://` only: the masters' `--cluster_id`, under which etcd knows their leader. Empty is Mooncake's own
+    default, `mooncake_cluster`."""
 
     @field_validator("master_address")
     @classmethod
-    def _host_and_port(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ValueError(f"{value!r} is not host:port; write for example master.kvpool.svc:50051")
+    def _can_be_found(cls, value: str) -> str:
+        if fault := address_fault(value):
+            raise ValueError(fault)
         return value
+
+    @model_validator(mode="after")
+    def _cluster_is_in_etcd(self) -> "StoreSection":
+        if self.cluster_id and not through_etcd(self.master_address):
+            raise ValueError(
+                f"clusterId {self.cluster_id!r} is read only with a masterAddress etcd://...; leave it out"
+            )
+        return self
 
 
 class SegmentSection(Section):

@@ -26,7 +26,7 @@ class Invariant(StrEnum):
         "A key becomes visible only with all its bytes; a save that ends early leaves nothing to find."
     )
     NO_SAVE_AFTER_FAILURE = (
-        "Nothing at or past a failed chunk is saved for its request until it is recomputed."
+        "Nothing at or past a failed chunk is saved for its request, on any rank, before its next attempt."
     )
     SAME_IDENTITY = (
         "Engines of different identities live in disjoint key spaces and never read each other's chunks."

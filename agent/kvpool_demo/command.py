@@ -2,11 +2,15 @@
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -18,6 +22,8 @@ from kvpool_demo.scenario import Account, Say, play
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 EXAMPLES = """examples:
   kvpool demo                 play the story, about twenty seconds
@@ -46,27 +52,51 @@ def command(subparsers: "Subparsers") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Play; returns 0 if every promise was kept, 1 if not, 130 after Ctrl-C."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for signum in _ENDINGS:
+        signal.signal(signum, _interrupt)
     begun = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="kvpool-", dir="/tmp"))
     try:
-        account = _play(folder, quiet=arguments.json)
-    except DemoFault as fault:
-        print(f"demo: FAILED {fault}", flush=True)
+        with _folder(keep=arguments.keep_logs) as folder:
+            account = _play(folder, quiet=arguments.json)
+        return _conclude(account, time.monotonic() - begun, as_json=arguments.json)
+    except BrokenPipeError:
+        # Whoever read the story has gone; the last line has no reader either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except DemoFault as fault:
+        return _failed(str(fault), as_json=arguments.json)
     except KeyboardInterrupt:
-        print("demo: FAILED interrupted; everything that it started has ended", flush=True)
+        _failed("interrupted; everything that it started has ended", as_json=arguments.json)
         return 130
-    finally:
-        if arguments.keep_logs:
-            print(f"logs: {folder}", flush=True)
-        else:
-            shutil.rmtree(folder)
-    return _conclude(account, time.monotonic() - begun, as_json=arguments.json)
+    except Exception as error:  # noqa: BLE001 - whatever it was, the last line and the exit code say that it failed
+        traceback.print_exc()
+        return _failed(f"{type(error).__name__}: {error}", as_json=arguments.json)
+
+
+def _failed(why: str, *, as_json: bool) -> int:
+    """The account of a story that did not come to its end; the exit code for it."""
+    print(json.dumps({"ok": False, "faults": [why]}) if as_json else f"demo: FAILED {why}", flush=True)
+    return 1
 
 
 def _interrupt(_signum: int, _frame: FrameType | None) -> None:
+    # Once is enough: a second signal must not end the clearing up that the first one began.
+    for signum in _ENDINGS:
+        signal.signal(signum, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+@contextmanager
+def _folder(*, keep: bool) -> Iterator[Path]:
+    """A folder for sockets and logs, in /tmp because a Unix socket's path is short; gone afterwards unless kept."""
+    folder = Path(tempfile.mkdtemp(prefix="kvpool-", dir="/tmp"))
+    try:
+        yield folder
+    finally:
+        if keep:
+            print(f"logs: {folder}", flush=True)
+        else:
+            shutil.rmtree(folder)
 
 
 def _play(folder: Path, *, quiet: bool) -> Account:

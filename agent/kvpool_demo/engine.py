@@ -91,7 +91,7 @@ class Scheduler:
             ChunkFailure(item["group"], item["chunk"], FailReason(item["reason"])) for item in call["failed"]
         ]
         plan = Plan.from_bytes(bytes.fromhex(call["plan"]))
-        return {"resume": self._client.resume(plan, call["start"], failed)}
+        return {"resume": self._client.resume(call["request"], plan, call["start"], failed)}
 
 
 class Rank:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvpool_demo import model
 from kvpool_demo.content import Prompt
-from kvpool_demo.processes import Child, DemoFault, EngineProcess, Fleet, wait_until
+from kvpool_demo.processes import Child, DemoFault, EngineProcess, Fleet, answers, wait_until
 from kvpool_wire import rpc
 
 SEGMENT: Final = "256Mi"
@@ -46,7 +46,7 @@ class Node:
         """One call on every rank at once."""
         for rank in self.ranks:
             rank.send(call, **arguments)
-        return [rank.receive() for rank in self.ranks]
+        return answers(self.ranks)
 
     def note(self, group: int, prompt: Prompt, chunks: Sequence[int], blocks: Sequence[int]) -> None:
         """From now on these blocks must hold these chunks of the prompt."""
@@ -112,6 +112,5 @@ def finish(fleet: Fleet, starting: Starting) -> Node:
 
 def attach(node: Node) -> None:
     """Wait until every process of the node's engine says that it is attached, and the node's segment is mounted."""
-    for process in (node.scheduler, *node.ranks):
-        process.receive()
+    answers((node.scheduler, *node.ranks))
     wait_until(lambda: bool(node.scheduler.call("store")["mounted"]), node.agent)

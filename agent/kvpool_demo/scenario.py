@@ -22,6 +22,9 @@ DAVE: Final = Prompt("dave", (SYSTEM, ("dave's question", 230)))
 ERIN: Final = Prompt("erin", (("erin's document", 512), ("erin's question", 400)))
 NOBODY: Final = Prompt("nobody", (("a prompt that nobody has computed", 640),))
 
+EXPECTED: Final = {"alice": (1520, 16), "dave": (1008, 16), "carol": (800, 16), "nobody": (0, 0)}
+"""By prompt: tokens that a node which computed none of them is told are cached, and tokens that the lookup pruned."""
+
 Say = Callable[[str], None]
 
 
@@ -166,8 +169,7 @@ def play(node_a: Node, node_b: Node, say: Say) -> Account:
 
     say("Engine on B has computed nothing. Its lookups (EAGLE: the last matched block, ░, is dropped once):")
     asked = [look_up(node_b, prompt, say) for prompt in (ALICE, DAVE, CAROL, NOBODY)]
-    expected = {"alice": (1520, 16), "dave": (1008, 16), "carol": (800, 16), "nobody": (0, 0)}
-    _expect_hits(asked, expected, account)
+    _expect_hits(asked, EXPECTED, account)
 
     say("Engine on B loads them (mapped: the agent writes the engine's blocks):")
     for made, found in asked[:3]:
@@ -213,7 +215,8 @@ def lose_a_node(node_a: Node, node_b: Node, say: Say, account: Account) -> None:
     node_a.agent.stop(signal.SIGKILL)
     results = load(node_b, made, found, say, account, start=start)
     failed = [item for result in results for item in result["failed"]]
-    resume = node_b.scheduler.call("resume", plan=found["plan"], start=start, failed=failed)["resume"]
+    answer = node_b.scheduler.call("resume", request=made.id, plan=found["plan"], start=start, failed=failed)
+    resume = answer["resume"]
     reasons = sorted({FailReason(item["reason"]).name.lower() for item in failed})
     first = min((item["chunk"] for item in failed), default=None)
     say(

@@ -8,8 +8,9 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from kvpool_engine.errors import AgentUnavailableError, ClientClosedError
+from kvpool_engine import failures
 from kvpool_engine.link import Backoff, Link
-from kvpool_engine.session import STATUS, CallError, Session
+from kvpool_engine.session import NOTE_FAILURE, STATUS, CallError, Session
 from kvpool_engine.types import FenceState, Geometry, Notice, NoticeKind
 from kvpool_wire import PROTOCOLS, VERSION
 from kvpool_wire import agent_pb2 as pb
@@ -27,6 +28,7 @@ class Client(ABC):
         self._identity = identity
         self._engine_id = engine_id
         self._geometry = Geometry.of(identity)
+        self._failures = failures.join(engine_id)
         self._draining = False
         self._late = 0
         self._closed = False
@@ -62,6 +64,20 @@ class Client(ABC):
             raise AgentUnavailableError(f"status: {error}") from error
         return response
 
+    async def note_failure(self, request_id: str, attempt: int, token: int, *, deadline: float = 1.0) -> bool:
+        """Say that a load failed on some rank; see `kvpool_engine.client`."""
+        self._failures.note(request_id, attempt, token)
+        session = self._session()
+        if session is None:
+            return False
+        request = pb.NoteFailureRequest(request_id=request_id, attempt=attempt, token=token)
+        try:
+            await session.call(NOTE_FAILURE, request, timeout=deadline)
+        except CallError as error:
+            error.raise_if_rejected()
+            return False
+        return True
+
     def notices(self) -> list[Notice]:
         """What happened to the session since the last call, oldest first."""
         taken: list[Notice] = []
@@ -86,6 +102,8 @@ class Client(ABC):
 
     async def close(self, *, deadline: float = 5.0) -> FenceState:
         """Detach. A scheduler owns no blocks: always FENCED."""
+        if not self._closed:
+            failures.leave(self._engine_id)
         self._closed = True
         await self._link.close()
         return FenceState.FENCED

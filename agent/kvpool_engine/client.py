@@ -45,6 +45,26 @@ class _Client:
         """
         return self._loop.run(self._core.status(deadline=deadline), deadline=deadline)
 
+    def note_failure(self, request_id: str, attempt: int, token: int, *, deadline: float = 1.0) -> bool:
+        """Say that a load of the request failed on some rank, perhaps on another node (NO_SAVE_AFTER_FAILURE).
+
+        From now on this process and this node's agent save nothing of the request at or past `token` in attempts up to
+        this one; what the agent has saved of it in this attempt is taken back. An agent knows by itself of the loads of
+        its own sessions, and `SchedulerClient.resume` says it to the scheduler's.
+
+        Args:
+            request_id: as in the load.
+            attempt: as in the load.
+            token: where the first chunk starts that is missing on any rank.
+            deadline: seconds.
+
+        Returns:
+            True if the agent has taken note; otherwise only this process has.
+        """
+        return self._loop.run(
+            self._core.note_failure(request_id, attempt, token, deadline=deadline), deadline=deadline
+        )
+
     def notices(self) -> list[Notice]:
         """What happened to the session since the last call, oldest first; the newest 64 are kept."""
         return self._core.notices()
@@ -126,15 +146,24 @@ class SchedulerClient(_Client):
         work = self._scheduler.lookup(request_id, hashes, max_length, extras=extras, deadline=deadline)
         return self._loop.run(work, deadline=deadline)
 
-    def resume(self, plan: Plan, start: int, failed: Sequence[ChunkFailure], *, deadline: float = 1.0) -> int:
+    def resume(
+        self,
+        request_id: str,
+        plan: Plan,
+        start: int,
+        failed: Sequence[ChunkFailure],
+        *,
+        attempt: int = 0,
+        deadline: float = 1.0,
+    ) -> int:
         """Tokens from which the engine goes on after the chunks in `failed` (of all ranks) did not arrive.
 
         Never above the hit and never pruned again. Without an agent to ask the answer is `start` where that is a
-        boundary of every group, else 0.
+        boundary of every group, else 0. The failure is noted as `note_failure` would: the next computation of the
+        request is another attempt.
         """
-        return self._loop.run(
-            self._scheduler.resume(plan, start, failed, deadline=deadline), deadline=deadline
-        )
+        work = self._scheduler.resume(request_id, plan, start, failed, attempt=attempt, deadline=deadline)
+        return self._loop.run(work, deadline=deadline)
 
     def release(self, request_id: str, *, deadline: float = 1.0) -> FenceState:
         """Fence the request's transfers in all of this engine's sessions on this node (FENCED)."""
@@ -181,6 +210,7 @@ class WorkerClient(_Client):
         start: int,
         blocks: Blocks,
         *,
+        attempt: int = 0,
         deadline: float = 10.0,
         after: IpcEvent | None = None,
     ) -> Transfer:
@@ -191,6 +221,8 @@ class WorkerClient(_Client):
             plan: from `SchedulerClient.lookup`, perhaps on another node.
             start: tokens that the engine already has; chunks that end at or before it are not loaded.
             blocks: per group the ids of blocks start/block_size to ceil(hit_length/block_size).
+            attempt: the engine's number of this computation of the request: 0 at first, one more each time it computes
+                it again after a load that failed or was released; the same on all ranks.
             deadline: seconds until the transfer has ended, one way or the other.
             after: recorded after the last kernel that touches the blocks; None is the caller's word that it waited.
 
@@ -198,7 +230,9 @@ class WorkerClient(_Client):
             RequestRejectedError: the agent found the call wrong in itself; nothing was touched.
             ValueError: block ids that do not fit the plan.
         """
-        work = self._worker.load(request_id, plan, start, blocks, deadline=deadline, after=after)
+        work = self._worker.load(
+            request_id, plan, start, blocks, attempt=attempt, deadline=deadline, after=after
+        )
         return self._loop.run(work, deadline=deadline)
 
     def save(
@@ -211,7 +245,7 @@ class WorkerClient(_Client):
         *,
         extras: Extras | None = None,
         num_prompt_tokens: int | None = None,
-        recomputed_after: Transfer | int | None = None,
+        attempt: int = 0,
         deadline: float = 30.0,
         after: IpcEvent | None = None,
     ) -> Transfer:
@@ -225,7 +259,8 @@ class WorkerClient(_Client):
             blocks: per group the ids of blocks start/block_size to end/block_size.
             extras: as in the lookup.
             num_prompt_tokens: tokens of the prompt, if known.
-            recomputed_after: the failed load whose tail the engine has recomputed since (NO_SAVE_AFTER_FAILURE).
+            attempt: in which the blocks were computed; a failed load forbids saves of its attempt and earlier ones
+                (NO_SAVE_AFTER_FAILURE).
             deadline: seconds.
             after: recorded after the forward pass that wrote the blocks; None is the caller's word that it waited.
         """
@@ -237,7 +272,7 @@ class WorkerClient(_Client):
             blocks,
             extras=extras,
             num_prompt_tokens=num_prompt_tokens,
-            recomputed_after=recomputed_after,
+            attempt=attempt,
             deadline=deadline,
             after=after,
         )

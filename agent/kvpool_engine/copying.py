@@ -43,29 +43,31 @@ class Copier:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvpool-copy")
         self._running: dict[Transfer, set[asyncio.Future[list[int]]]] = {}
 
-    async def run(self, transfer: Transfer, wanted: pb.CopyWanted) -> list[int]:
-        """Do one batch.
+    def begin(self, transfer: Transfer, wanted: pb.CopyWanted) -> "asyncio.Future[list[int]] | None":
+        """Queue one batch; `busy` knows of it when this returns. See `outcome`.
 
         Returns:
-            Indexes of the items that were not copied; empty when all were.
+            None if nothing of it will be copied: the transfer was stopped, or too many batches wait.
         """
-        everything = list(range(len(wanted.items)))
         if transfer.stopped.is_set() or sum(map(len, self._running.values())) >= MAX_BATCHES:
-            return everything
+            return None
         allowed = [frozenset(blocks.tolist()) for blocks in transfer.blocks]
         work = [self._checked(item, allowed) for item in wanted.items]
         into_blocks = wanted.kind == pb.LOAD
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._thread, self._copy, transfer, work, into_blocks)
         self._running.setdefault(transfer, set()).add(future)
+        future.add_done_callback(lambda done: self._forget(transfer, done))
+        return future
+
+    async def outcome(self, copying: "asyncio.Future[list[int]]", wanted: pb.CopyWanted) -> list[int]:
+        """Indexes of a batch's items that were not copied; empty when all were."""
         try:
             # Shielded: the thread goes on when the caller gives up, and `quiet` has to see that.
-            return await asyncio.shield(future)
+            return await asyncio.shield(copying)
         except Exception:
-            logger.exception("copy mode: a batch of transfer %d failed", transfer.id)
-            return everything
-        finally:
-            future.add_done_callback(lambda done: self._forget(transfer, done))
+            logger.exception("copy mode: batch %d of transfer %d failed", wanted.batch, wanted.transfer)
+            return list(range(len(wanted.items)))
 
     def busy(self, transfer: Transfer) -> bool:
         """True while a thread may touch the transfer's blocks."""

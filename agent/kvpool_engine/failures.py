@@ -1,64 +1,80 @@
-"""NO_SAVE_AFTER_FAILURE on the client: remembers failed loads also across agents.
+"""NO_SAVE_AFTER_FAILURE on the client: failed loads, remembered also across agents.
 
-The agent remembers within a session; an agent that died, or that never saw the load, cannot. So the client keeps, per
-request, the latest failed load and the token position of its first failed chunk, and cuts saves there until the caller
-says that it has recomputed what that load did not bring.
+An agent remembers as long as it lives; one that died, or that never saw the load, cannot. So a process keeps the failed
+attempts of its engine's requests, one memory for all workers of the engine in it, and cuts saves there until they come
+under a higher attempt. What it does at its limit is written in `kvpool_wire.attempts`. Callable from any thread.
 """
 
-from collections import OrderedDict
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool_engine.transfer import Transfer
-from kvpool_engine.types import Geometry, TransferResult
+from kvpool_engine.types import FailReason, Geometry, TransferResult, logger
+from kvpool_wire.attempts import FailedAttempts
 
-MAX_REQUESTS: Final = 4096
-"""Requests remembered; more than any engine runs at once. The oldest go first."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    transfer: Transfer
-    position: int
-    """Tokens."""
+_UNSURE: Final = frozenset({FailReason.CANCELLED})
+"""Reasons after which nothing of the load is trusted."""
 
 
 class Failures:
-    """The failed loads of one worker."""
+    """The failed loads of one engine, as far as this process knows."""
 
-    def __init__(self, geometry: Geometry) -> None:
-        self._geometry = geometry
-        self._of: OrderedDict[str, _Failure] = OrderedDict()
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._attempts = FailedAttempts(clock=clock)
+        self._lock = threading.Lock()
+        self.forgotten = 0
+        """Requests whose failure was forgotten before its time; other saves are refused for it."""
 
-    def note(self, transfer: Transfer, result: TransferResult) -> None:
-        """Remember a load that ended with failed chunks; the lowest position counts if there are several."""
-        if not result.failed:
-            return
-        position = min(item.chunk * self._geometry.block_sizes[item.group] for item in result.failed)
-        known = self._of.pop(transfer.request_id, None)
-        self._of[transfer.request_id] = _Failure(
-            transfer, min(position, known.position) if known else position
-        )
-        while len(self._of) > MAX_REQUESTS:
-            self._of.popitem(last=False)
+    def note(self, request_id: str, attempt: int, position: int) -> None:
+        """A load failed in `attempt` at token `position`, on whatever rank."""
+        with self._lock:
+            forgotten = self._attempts.record(request_id=request_id, attempt=attempt, position=position)
+            self.forgotten += forgotten
+        if forgotten:
+            logger.error(
+                "more failed loads than are remembered; for now saves of other requests are refused too"
+            )
 
-    def clip(self, request_id: str, end: int, recomputed_after: Transfer | int | None) -> int:
-        """Tokens up to which the request may be saved.
+    def clip(self, request_id: str, end: int, attempt: int) -> int:
+        """Tokens, at most `end`, up to which the request may be saved in `attempt`."""
+        with self._lock:
+            barrier = self._attempts.barrier(request_id=request_id, attempt=attempt)
+        return end if barrier is None else min(end, barrier.position)
 
-        Args:
-            request_id: of the save.
-            end: tokens that the caller wants saved.
-            recomputed_after: the load, or its id, whose tail was recomputed since; it or a later one clears the memory.
-        """
-        known = self._of.get(request_id)
-        if known is None:
-            return end
-        by_id = isinstance(recomputed_after, int) and recomputed_after >= known.transfer.id > 0
-        if by_id or recomputed_after is known.transfer:
-            del self._of[request_id]
-            return end
-        return min(end, known.position)
 
-    def forget(self, request_id: str) -> None:
-        """The request gave up its blocks: what comes under its id later is another computation."""
-        self._of.pop(request_id, None)
+def failed_at(result: TransferResult, start: int, geometry: Geometry) -> int | None:
+    """Where a load from token `start` on failed, in tokens; None if all of it arrived."""
+    if not result.failed:
+        return None
+    first = min(item.chunk * geometry.block_sizes[item.group] for item in result.failed)
+    unsure = result.error or any(item.reason in _UNSURE for item in result.failed)
+    return min(first, start) if unsure else first
+
+
+@dataclass(slots=True)
+class _Shared:
+    failures: Failures
+    clients: int = 0
+
+
+_engines: Final[dict[str, _Shared]] = {}
+_engines_lock: Final = threading.Lock()
+
+
+def join(engine_id: str) -> Failures:
+    """The memory of an engine in this process, for one more of its clients; `leave` follows."""
+    with _engines_lock:
+        shared = _engines.setdefault(engine_id, _Shared(Failures()))
+        shared.clients += 1
+        return shared.failures
+
+
+def leave(engine_id: str) -> None:
+    """A client has closed; with the last one the memory goes."""
+    with _engines_lock:
+        shared = _engines[engine_id]
+        shared.clients -= 1
+        if shared.clients == 0:
+            del _engines[engine_id]

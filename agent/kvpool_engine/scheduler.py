@@ -87,16 +87,27 @@ class SchedulerClient(Client):
         return Plan(response.plan, reason, response.probed_keys)
 
     async def resume(
-        self, plan: Plan, start: int, failed: Sequence[ChunkFailure], *, deadline: float = 1.0
+        self,
+        request_id: str,
+        plan: Plan,
+        start: int,
+        failed: Sequence[ChunkFailure],
+        *,
+        attempt: int = 0,
+        deadline: float = 1.0,
     ) -> int:
         """Tokens from which the engine goes on after the chunks in `failed` did not arrive."""
         if not failed:
             return plan.hit_length
+        first = min(item.chunk * self._geometry.block_sizes[item.group] for item in failed)
+        self._failures.note(request_id, attempt, first)
         session = self._session()
         if session is not None and self._breaker.allows():
             # The reasons stay here: where to resume depends on the places alone.
             failures = [pb.ChunkFailure(group=item.group, chunk=item.chunk) for item in failed]
-            request = pb.ResumeRequest(plan=plan.message, start=start, failed=failures)
+            request = pb.ResumeRequest(
+                request_id=request_id, plan=plan.message, start=start, failed=failures, attempt=attempt
+            )
             try:
                 response = await session.call(RESUME, request, timeout=deadline)
             except CallError as error:

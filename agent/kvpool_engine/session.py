@@ -96,6 +96,7 @@ class Method:
 
 LOOKUP: Final = Method("Lookup", pb.LookupResponse)
 RESUME: Final = Method("Resume", pb.ResumeResponse)
+NOTE_FAILURE: Final = Method("NoteFailure", pb.NoteFailureResponse)
 LOAD: Final = Method("Load", pb.LoadResponse)
 SAVE: Final = Method("Save", pb.SaveResponse)
 RELEASE: Final = Method("Release", pb.ReleaseResponse)

@@ -75,6 +75,11 @@ class Declaration:
             return ()
         return tuple(storage.fd for storage in self.storages if isinstance(storage, HostStorage))
 
+    @property
+    def on_device(self) -> bool:
+        """True when some of the KV lies in a device's memory: `synchronise` has something to wait for then."""
+        return any(isinstance(storage, CudaStorage) for storage in self.storages)
+
     def synchronise(self) -> None:
         """Return when the devices have finished what they were doing (nothing to wait for on a CPU)."""
         for storage in self.storages:

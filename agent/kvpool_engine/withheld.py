@@ -10,6 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvpool_engine.transfer import Transfer
 
 
@@ -25,7 +28,14 @@ class Hold:
 class Withheld:
     """All holds of one client."""
 
-    def __init__(self, groups: int) -> None:
+    def __init__(self, groups: int, *, overlap: Sequence[int] | None = None) -> None:
+        """Nothing is withheld.
+
+        Args:
+            groups: of the identity.
+            overlap: see `WorkerLayout.overlap`: a block that is withheld in one group is so in all that share its memory.
+        """
+        self._pool: Sequence[int] = range(groups) if overlap is None else overlap
         self._holds: list[Hold] = []
         self._counts: tuple[Counter[int], ...] = tuple(Counter() for _ in range(groups))
         self.snapshot: tuple[frozenset[int], ...] = tuple(frozenset() for _ in range(groups))
@@ -35,8 +45,8 @@ class Withheld:
         """Withhold a transfer's blocks until `lift`."""
         hold = Hold(owner, why)
         self._holds.append(hold)
-        for counter, ids in zip(self._counts, hold.owner.blocks, strict=True):
-            counter.update(ids.tolist())
+        for pool, ids in zip(self._pool, hold.owner.blocks, strict=True):
+            self._counts[pool].update(ids.tolist())
         self._publish()
         return hold
 
@@ -46,8 +56,8 @@ class Withheld:
             return
         hold.lifted.set()
         self._holds.remove(hold)
-        for counter, ids in zip(self._counts, hold.owner.blocks, strict=True):
-            counter.subtract(ids.tolist())
+        for pool, ids in zip(self._pool, hold.owner.blocks, strict=True):
+            self._counts[pool].subtract(ids.tolist())
         self._publish()
 
     def of(self, *, request_id: str | None = None, owner: Transfer | None = None) -> list[Hold]:
@@ -63,7 +73,8 @@ class Withheld:
         for counter in self._counts:
             for block in [block for block, count in counter.items() if count <= 0]:
                 del counter[block]
-        self.snapshot = tuple(frozenset(counter) for counter in self._counts)
+        withheld = [frozenset(counter) for counter in self._counts]
+        self.snapshot = tuple(withheld[pool] for pool in self._pool)
 
 
 async def all_lifted(holds: Sequence[Hold], timeout: float) -> bool:
@@ -75,3 +86,22 @@ async def all_lifted(holds: Sequence[Hold], timeout: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def check_apart(blocks: Sequence[NDArray[np.int32]], overlap: Sequence[int]) -> None:
+    """Refuse one id in two groups that share memory: it would be one block for two chunks.
+
+    The agent refuses that as well, but in copy mode it does not know where the blocks lie.
+
+    Raises:
+        ValueError: naming the block.
+    """
+    taken: dict[tuple[int, int], int] = {}
+    for group, ids in enumerate(blocks):
+        for block in ids.tolist() if overlap.count(overlap[group]) > 1 else ():
+            other = taken.setdefault((overlap[group], block), group)
+            if other != group:
+                raise ValueError(
+                    f"block {block} is named by group {other} and by group {group}, which share its memory; every chunk"
+                    " needs a block of its own"
+                )

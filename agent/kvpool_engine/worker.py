@@ -7,8 +7,10 @@ results are documented on the synchronous twin in `kvpool_engine.client`.
 import asyncio
 import math
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +19,8 @@ from typing_extensions import override
 from kvpool_engine.base import Client
 from kvpool_engine.copying import Copier
 from kvpool_engine.deadlines import milliseconds, now
-from kvpool_engine.errors import AgentUnavailableError, DeclarationError
-from kvpool_engine.failures import Failures
+from kvpool_engine.errors import AgentUnavailableError, DeclarationError, RequestRejectedError
+from kvpool_engine.failures import failed_at
 from kvpool_engine.hashes import Hashes, HashSource
 from kvpool_engine.link import Backoff
 from kvpool_engine.plan import Plan
@@ -27,12 +29,15 @@ from kvpool_engine.shm import map_sealed
 from kvpool_engine.tensors import Declaration
 from kvpool_engine.transfer import Transfer
 from kvpool_engine.types import Extras, FailReason, FenceState, IpcEvent, Mode, TransferKind
-from kvpool_engine.withheld import Withheld, all_lifted
+from kvpool_engine.withheld import Withheld, all_lifted, check_apart
 from kvpool_engine.worker_session import WorkerSession
 from kvpool_wire import agent_pb2 as pb
 
 Blocks = Sequence[Sequence[int] | NDArray[np.int32]]
 """Per group, block ids."""
+
+MAX_UNTOLD: Final = 256
+"""Failures of loads that no agent knows of, kept for the next one (BOUNDED)."""
 
 
 class WorkerClient(Client):
@@ -51,10 +56,10 @@ class WorkerClient(Client):
         super().__init__(socket_dir, identity, engine_id, backoff)
         self._declaration = declaration
         self._message = declaration.message(mode)
-        self._withheld = Withheld(len(identity.groups))
-        self._failures = Failures(self._geometry)
+        self._withheld = Withheld(len(identity.groups), overlap=declaration.layout.overlap)
         self._worker: WorkerSession | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._untold: deque[tuple[str, int, int]] = deque(maxlen=MAX_UNTOLD)
 
     async def load(
         self,
@@ -63,6 +68,7 @@ class WorkerClient(Client):
         start: int,
         blocks: Blocks,
         *,
+        attempt: int = 0,
         deadline: float = 10.0,
         after: IpcEvent | None = None,
     ) -> Transfer:
@@ -82,7 +88,8 @@ class WorkerClient(Client):
             deadline=deadline,
             after=after,
         )
-        transfer.when_done(lambda: self._failures.note(transfer, transfer.result()))
+        check_apart(transfer.blocks, self._declaration.layout.overlap)
+        transfer.when_done(lambda: self._note_failed(transfer, start, attempt))
         worker = self._ready_worker()
         if not sum(map(len, chunks)):
             transfer.nothing(plan.hit_length or transfer.fallback_length)
@@ -97,8 +104,13 @@ class WorkerClient(Client):
             blocks=[_packed(group) for group in ids],
             deadline_ms=milliseconds(deadline),
             ordering=self._ordering(after),
+            attempt=attempt,
         )
-        await worker.load(transfer, request, deadline=now() + deadline)
+        try:
+            await worker.load(transfer, request, deadline=now() + deadline)
+        except RequestRejectedError:
+            self._failures.note(request_id, attempt, start)
+            raise
         return transfer
 
     async def save(
@@ -111,7 +123,7 @@ class WorkerClient(Client):
         *,
         extras: Extras | None = None,
         num_prompt_tokens: int | None = None,
-        recomputed_after: Transfer | int | None = None,
+        attempt: int = 0,
         deadline: float = 30.0,
         after: IpcEvent | None = None,
     ) -> Transfer:
@@ -119,7 +131,7 @@ class WorkerClient(Client):
         source = HashSource.of(hashes)
         sizes = self._geometry.block_sizes
         ids = self._block_ids(blocks, [(start // size, end // size) for size in sizes])
-        allowed = self._failures.clip(request_id, end, recomputed_after)
+        allowed = self._failures.clip(request_id, end, attempt)
         ids = [own[: max(0, allowed // size - start // size)] for own, size in zip(ids, sizes, strict=True)]
         transfer = Transfer(
             kind=TransferKind.SAVE,
@@ -133,7 +145,9 @@ class WorkerClient(Client):
         worker = self._ready_worker()
         if allowed <= start:
             transfer.skip(
-                "a load of this request failed before here; recompute first" if allowed < end else "no block"
+                f"a load failed before here in attempt {attempt} or later; save under a higher one"
+                if allowed < end
+                else "no block"
             )
         elif worker is None:
             transfer.skip("no session with the agent")
@@ -148,8 +162,8 @@ class WorkerClient(Client):
                 num_prompt_tokens=num_prompt_tokens,
                 blocks=[_packed(group) for group in ids],
                 deadline_ms=milliseconds(deadline),
-                recomputed_after=worker.number_of(recomputed_after),
                 ordering=self._ordering(after),
+                attempt=attempt,
             )
             await worker.save(transfer, request, deadline=now() + deadline)
         return transfer
@@ -164,7 +178,6 @@ class WorkerClient(Client):
             request.transfer = transfer.id
         elif request_id is not None:
             request.request_id = request_id
-            self._failures.forget(request_id)
         else:
             request.everything = True
         worker = self._ready_worker()
@@ -215,11 +228,15 @@ class WorkerClient(Client):
             copier=self._copier(session),
             withheld=self._withheld,
             synchronise=self._declaration.synchronise,
+            on_device=self._declaration.on_device,
             late=self._count_late,
         )
         # Bound to its own session: an event of an old one can never reach the transfers of the next.
         session.listen(lambda event: self._deliver(worker, event))
         self._worker = worker
+        untold, self._untold = self._untold, deque(maxlen=MAX_UNTOLD)
+        for failure in untold:
+            self._spawn(self._tell(failure))
 
     def _copier(self, session: Session) -> Copier | None:
         """Copy mode: map the session's ring. The descriptor is not needed beyond that."""
@@ -256,6 +273,26 @@ class WorkerClient(Client):
             worker.handle(event)
         else:
             self._handle(event)
+
+    def _note_failed(self, transfer: Transfer, start: int, attempt: int) -> None:
+        """NO_SAVE_AFTER_FAILURE, for this process; and for the agent, where it may not have seen the failure."""
+        result = transfer.result()
+        position = failed_at(result, start, self._geometry)
+        if position is None:
+            return
+        self._failures.note(transfer.request_id, attempt, position)
+        if result.error:
+            self._spawn(self._tell((transfer.request_id, attempt, position)))
+
+    async def _tell(self, failure: tuple[str, int, int]) -> None:
+        """Tell the agent now, or the next one."""
+        if not self._closed and not await self.note_failure(*failure):
+            self._untold.append(failure)
+
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _ready_worker(self) -> WorkerSession | None:
         return self._worker if self._session() is not None else None

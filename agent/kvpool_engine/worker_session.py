@@ -52,6 +52,7 @@ class WorkerSession:
         copier: Copier | None,
         withheld: Withheld,
         synchronise: Callable[[], None],
+        on_device: bool = False,
         late: Callable[[], None],
     ) -> None:
         self.session = session
@@ -61,6 +62,8 @@ class WorkerSession:
         self._copier = copier
         self._withheld = withheld
         self._synchronise = synchronise
+        self._on_device = on_device
+        """The blocks are a device's: what a dead process had queued there may still run."""
         self._late = late
         self._open: dict[int, Transfer] = {}
         self._starting: dict[Transfer, asyncio.Event] = {}
@@ -201,12 +204,6 @@ class WorkerSession:
         """True while a transfer is under way in this session."""
         return self._open.get(transfer.id) is transfer
 
-    def number_of(self, transfer: Transfer | int | None) -> int:
-        """The id by which this session's agent knows a transfer; 0 for one that another session began."""
-        if isinstance(transfer, Transfer):
-            return transfer.id if transfer.session is self else 0
-        return transfer or 0
-
     # ------------------------------------------------------------------------------------------------ events
 
     def handle(self, event: pb.ServerEvent) -> None:
@@ -222,11 +219,20 @@ class WorkerSession:
         elif done:
             self._finish(transfer, event.transfer_done)
         else:
-            self._spawn(self._copy(transfer, event.copy_wanted))
+            # Begun here, not in a task: the next event may be the transfer's end, which has to see it (FENCED).
+            wanted = event.copy_wanted
+            copying = None if self._copier is None else self._copier.begin(transfer, wanted)
+            self._spawn(self._copy(wanted, copying))
 
     def _finish(self, transfer: Transfer, done: pb.TransferDone) -> None:
         del self._open[transfer.id]
+        transfer.stopped.set()  # what has not begun to copy does not begin any more
         withheld = self._copying(transfer) and self._abandon(transfer, "its last copy is not over")
+        wrong = _wrong_report(transfer, done)
+        if wrong:
+            logger.error("transfer %d of %r: %s", transfer.id, transfer.request_id, wrong)
+            transfer.fail_all(FailReason.INTERNAL, wrong, withheld=withheld)
+            return
         transfer.resolve(
             TransferResult(
                 transfer=transfer.id,
@@ -243,10 +249,10 @@ class WorkerSession:
             )
         )
 
-    async def _copy(self, transfer: Transfer, wanted: pb.CopyWanted) -> None:
+    async def _copy(self, wanted: pb.CopyWanted, copying: "asyncio.Future[list[int]] | None") -> None:
         failed = list(range(len(wanted.items)))
-        if self._copier is not None:
-            failed = await self._copier.run(transfer, wanted)
+        if self._copier is not None and copying is not None:
+            failed = await self._copier.outcome(copying, wanted)
         await self._answer_copy(wanted, failed)
 
     async def _answer_copy(self, wanted: pb.CopyWanted, failed: list[int]) -> None:
@@ -282,7 +288,7 @@ class WorkerSession:
             if not self._copying(transfer):
                 self._tell(transfer)
                 return False
-        elif self.session.writer.proven:
+        elif self.session.writer.proven and not self._on_device:
             return False
         hold = self._withheld.hold(owner=transfer, why=why)
         self._holds.append(hold)
@@ -365,3 +371,20 @@ class WorkerSession:
 def _meant(transfer: Transfer, request_id: str | None, named: Transfer | None) -> bool:
     """Does a release name this transfer?"""
     return (request_id is None or transfer.request_id == request_id) and (named is None or transfer is named)
+
+
+def _wrong_report(transfer: Transfer, done: pb.TransferDone) -> str:
+    """LOADED_OR_REPORTED: why a load's report cannot be true; "" if it names each of its chunks as good or failed."""
+    if transfer.kind is not TransferKind.LOAD:
+        return ""
+    mine = {(group, int(chunk)) for group, chunks in enumerate(transfer.chunks) for chunk in chunks}
+    failed = [(item.group, item.chunk) for item in done.failed]
+    stray = [item for item in failed if item not in mine]
+    if stray:
+        return f"the agent reports chunk {stray[0][1]} of group {stray[0][0]}, which was not to be loaded"
+    if len(set(failed)) != len(failed) or done.good + len(failed) != len(mine):
+        return (
+            f"the agent reports {done.good} chunks good and {len(failed)} failed, {len(mine)} were to be loaded: none"
+            " is taken for loaded"
+        )
+    return ""

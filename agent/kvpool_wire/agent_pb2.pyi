@@ -943,10 +943,13 @@ class LoadRequest(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     ORDERING_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     start: _builtins.int
     """tokens that the engine already has; chunks that end at or before it are not loaded"""
     deadline_ms: _builtins.int
+    attempt: _builtins.int
+    """the engine's number of this computation of the request: 0, then one more each time it"""
     @_builtins.property
     def plan(self) -> Global___Plan: ...
     @_builtins.property
@@ -964,10 +967,11 @@ class LoadRequest(_message.Message):
         blocks: _abc.Iterable[Global___BlockIds] | None = ...,
         deadline_ms: _builtins.int = ...,
         ordering: Global___Ordering | None = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ordering", b"ordering", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "deadline_ms", b"deadline_ms", "ordering", b"ordering", "plan", b"plan", "request_id", b"request_id", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blocks", b"blocks", "deadline_ms", b"deadline_ms", "ordering", b"ordering", "plan", b"plan", "request_id", b"request_id", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1002,13 +1006,18 @@ class ResumeRequest(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """as in LoadRequest"""
+    request_id: _builtins.str
+    attempt: _builtins.int
+    """as in the LoadRequest"""
     @_builtins.property
     def plan(self) -> Global___Plan: ...
     @_builtins.property
     def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkFailure]:
-        """of all ranks"""
+        """of all ranks; noted as NoteFailure would"""
 
     def __init__(
         self,
@@ -1016,10 +1025,12 @@ class ResumeRequest(_message.Message):
         plan: Global___Plan | None = ...,
         start: _builtins.int = ...,
         failed: _abc.Iterable[Global___ChunkFailure] | None = ...,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "plan", b"plan", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failed", b"failed", "plan", b"plan", "request_id", b"request_id", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1046,6 +1057,48 @@ class ResumeResponse(_message.Message):
 Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
 @_typing.final
+class NoteFailureRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    """of the load that failed"""
+    token: _builtins.int
+    """where its first failed chunk starts"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NoteFailureRequest: _TypeAlias = NoteFailureRequest  # noqa: Y015
+
+@_typing.final
+class NoteFailureResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NoteFailureResponse: _TypeAlias = NoteFailureResponse  # noqa: Y015
+
+@_typing.final
 class SaveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1058,8 +1111,8 @@ class SaveRequest(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
-    RECOMPUTED_AFTER_FIELD_NUMBER: _builtins.int
     ORDERING_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     hash_size: _builtins.int
     hashes: _builtins.bytes
@@ -1070,8 +1123,8 @@ class SaveRequest(_message.Message):
     """tokens computed; only whole blocks below it are saved"""
     num_prompt_tokens: _builtins.int
     deadline_ms: _builtins.int
-    recomputed_after: _builtins.int
-    """the last failed load whose tail the engine has recomputed (NO_SAVE_AFTER_FAILURE); 0 = none"""
+    attempt: _builtins.int
+    """as in the LoadRequest: a failed load forbids saves of its attempt and earlier ones, at or"""
     @_builtins.property
     def extras(self) -> Global___Extras: ...
     @_builtins.property
@@ -1092,12 +1145,12 @@ class SaveRequest(_message.Message):
         num_prompt_tokens: _builtins.int | None = ...,
         blocks: _abc.Iterable[Global___BlockIds] | None = ...,
         deadline_ms: _builtins.int = ...,
-        recomputed_after: _builtins.int = ...,
         ordering: Global___Ordering | None = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_tokens", b"_num_prompt_tokens", "extras", b"extras", "num_prompt_tokens", b"num_prompt_tokens", "ordering", b"ordering"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_tokens", b"_num_prompt_tokens", "blocks", b"blocks", "deadline_ms", b"deadline_ms", "end", b"end", "extras", b"extras", "hash_size", b"hash_size", "hashes", b"hashes", "num_prompt_tokens", b"num_prompt_tokens", "ordering", b"ordering", "recomputed_after", b"recomputed_after", "request_id", b"request_id", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_tokens", b"_num_prompt_tokens", "attempt", b"attempt", "blocks", b"blocks", "deadline_ms", b"deadline_ms", "end", b"end", "extras", b"extras", "hash_size", b"hash_size", "hashes", b"hashes", "num_prompt_tokens", b"num_prompt_tokens", "ordering", b"ordering", "request_id", b"request_id", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_prompt_tokens: _TypeAlias = _typing.Literal["num_prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_prompt_tokens: _TypeAlias = _typing.Literal["_num_prompt_tokens", b"_num_prompt_tokens"]  # noqa: Y015
@@ -1437,16 +1490,20 @@ class StatusResponse(_message.Message):
     TRANSFERS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     MODES_FIELD_NUMBER: _builtins.int
     SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
+    INTEGRITY_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     agent_version: _builtins.str
     protocol: _builtins.int
     draining: _builtins.bool
     store_reachable: _builtins.bool
     store_last_success_age_s: _builtins.float
+    """absent before the first answer"""
     scheduler_sessions: _builtins.int
     worker_sessions: _builtins.int
     transfers_in_flight: _builtins.int
     segment_bytes: _builtins.int
+    integrity: _builtins.str
+    """whose checksums are recomputed at a load: Always, Sampled, Off"""
     @_builtins.property
     def modes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1457,17 +1514,20 @@ class StatusResponse(_message.Message):
         protocol: _builtins.int = ...,
         draining: _builtins.bool = ...,
         store_reachable: _builtins.bool = ...,
-        store_last_success_age_s: _builtins.float = ...,
+        store_last_success_age_s: _builtins.float | None = ...,
         scheduler_sessions: _builtins.int = ...,
         worker_sessions: _builtins.int = ...,
         transfers_in_flight: _builtins.int = ...,
         modes: _abc.Iterable[_builtins.str] | None = ...,
         segment_bytes: _builtins.int = ...,
+        integrity: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_store_last_success_age_s", b"_store_last_success_age_s", "store_last_success_age_s", b"store_last_success_age_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "draining", b"draining", "modes", b"modes", "pool", b"pool", "protocol", b"protocol", "scheduler_sessions", b"scheduler_sessions", "segment_bytes", b"segment_bytes", "store_last_success_age_s", b"store_last_success_age_s", "store_reachable", b"store_reachable", "transfers_in_flight", b"transfers_in_flight", "worker_sessions", b"worker_sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_store_last_success_age_s", b"_store_last_success_age_s", "agent_version", b"agent_version", "draining", b"draining", "integrity", b"integrity", "modes", b"modes", "pool", b"pool", "protocol", b"protocol", "scheduler_sessions", b"scheduler_sessions", "segment_bytes", b"segment_bytes", "store_last_success_age_s", b"store_last_success_age_s", "store_reachable", b"store_reachable", "transfers_in_flight", b"transfers_in_flight", "worker_sessions", b"worker_sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__store_last_success_age_s: _TypeAlias = _typing.Literal["store_last_success_age_s"]  # noqa: Y015
+    _WhichOneofArgType__store_last_success_age_s: _TypeAlias = _typing.Literal["_store_last_success_age_s", b"_store_last_success_age_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__store_last_success_age_s) -> _WhichOneofReturnType__store_last_success_age_s | None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015

@@ -2,7 +2,8 @@
 
 Promises: a layout that `check_worker` returned holds every tensor of every layer that the rank's pipeline stage has,
 once, in the identity's own format; no copy of a block reaches outside its storage, into another block, or into another
-tensor of its group. Different groups may share bytes: hybrid engines let groups use the same memory by distinct ids.
+tensor of its group. Different groups may share bytes block by block (hybrid engines have one pool of block ids); which
+ones do is in `WorkerLayout.overlap`, for fences go by block ids.
 Refuses: to guess. What is missing, foreign, doubled, misshapen or overlapping raises `LayoutError` with its name.
 Pure: depends on protobuf only, so that the engine's side and the agent read one layout in one way.
 """
@@ -24,6 +25,7 @@ from kvpool_wire.identity import (
     shard_layers,
     tensor_bytes,
 )
+from kvpool_wire.overlap import IrregularOverlap, overlap_classes
 from kvpool_wire.strides import Part, byte_set, first_overlap, fuse, part_set
 from kvpool_wire.trailer import TRAILER_BYTES
 
@@ -87,11 +89,14 @@ class WorkerLayout:
         groups: one per group of the identity, in its order.
         storages: as declared; empty: copy mode, the agent touches no block.
         max_chunk_bytes: the largest payload of any group plus the trailer: a slot of the ring.
+        overlap: per group the lowest group that it shares memory with, itself if with none: groups of equal number must
+            not use one block id for two things. Without storages nothing is known, and every group has its own.
     """
 
     groups: tuple[GroupLayout, ...]
     storages: tuple[StorageLayout, ...]
     max_chunk_bytes: int
+    overlap: tuple[int, ...]
 
 
 def check_worker(identity: pb.Identity, worker: pb.Worker) -> WorkerLayout:
@@ -115,7 +120,12 @@ def check_worker(identity: pb.Identity, worker: pb.Worker) -> WorkerLayout:
         raise LayoutError(
             f"stage {worker.stage} of rank {worker.rank} holds no layer of any group; nothing to serve"
         )
-    return WorkerLayout(groups, storages, max(group.payload_bytes for group in groups) + TRAILER_BYTES)
+    most = max(group.payload_bytes for group in groups)
+    try:
+        overlap = overlap_classes([group.parts for group in groups], [group.num_blocks for group in groups])
+    except IrregularOverlap as error:
+        raise LayoutError(str(error)) from error
+    return WorkerLayout(groups, storages, most + TRAILER_BYTES, overlap)
 
 
 def _check_counts(identity: pb.Identity, worker: pb.Worker) -> None:

@@ -145,12 +145,14 @@ def try_ordering(owner: Owner, memory: dict[str, Any], ring: SealedMemory) -> No
     pool = open_cuda_pool(layout, ring.view)
     payload = ring.view[: layout.groups[0].payload_bytes]
     queued = owner.ask("fill_late", value=0x5A, times=200)
-    pool.wait_ordering(pb.Ordering(cuda_event=bytes.fromhex(queued["event"])))
+    ordering = pb.Ordering(cuda_event=bytes.fromhex(queued["event"]))
+    give_up_at = time.monotonic() + 60
+    pool.wait_ordering(ordering, give_up=lambda: time.monotonic() > give_up_at)
     pool.gather(0, 2, payload)
     same(np.frombuffer(payload, np.uint8), np.full(len(payload), 0x5A, np.uint8), "gather behind an event")
     for wrong in (pb.Ordering(), pb.Ordering(cuda_event=b"\0" * 64)):
         try:
-            pool.wait_ordering(wrong)
+            pool.wait_ordering(wrong, give_up=lambda: True)
         except PoolError as error:
             say(f"ok  refused: {error}")
         else:

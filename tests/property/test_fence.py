@@ -5,7 +5,7 @@ machine decides which copy goes on when. What is guarded is real: the manager, t
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -46,7 +46,7 @@ class SteppedMover:
     def mode(self) -> str:
         return "mapped"
 
-    async def order(self, ordering: pb.Ordering) -> None:
+    async def order(self, ordering: pb.Ordering, *, give_up: Callable[[], bool]) -> None:
         """Nothing to wait for."""
 
     async def land(self, items: Sequence[MoveItem], check: Check, *, ticket: Ticket) -> list[LandOutcome]:

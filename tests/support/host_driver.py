@@ -29,6 +29,10 @@ class HostDriver:
     streams: list[int] = field(default_factory=list)
     queued: dict[int, list[tuple[Rows, Direction]]] = field(default_factory=lambda: defaultdict(list))
     events: list[bytes] = field(default_factory=list)
+    open_events: int = 0
+    pending_questions: int = 0
+    """So often an event is said not to have happened yet."""
+    questions: int = 0
     calls: list[str] = field(default_factory=list)
     copies: int = 0
     released: bool = False
@@ -95,9 +99,20 @@ class HostDriver:
                 pair = (device, host) if direction is Direction.TO_DEVICE else (host, device)
                 ctypes.memmove(*pair, rows.width)
 
-    def wait_event(self, handle: bytes, stream: int) -> None:
-        self._call("wait_event")
+    def open_event(self, handle: bytes) -> int:
+        self._call("open_event")
         self.events.append(handle)
+        self.open_events += 1
+        return len(self.events)
+
+    def event_happened(self, event: int) -> bool:
+        self._call("event_happened")
+        self.questions += 1
+        return self.questions > self.pending_questions
+
+    def close_event(self, event: int) -> None:
+        self._call("close_event")
+        self.open_events -= 1
 
     def release(self) -> None:
         self._call("release")

@@ -315,16 +315,37 @@ def plan(case: Case) -> tuple[int, list[Mask]]:
     return hit, load_mask(case, hit)
 
 
-def resume_length(case: Case, hit: int, arrived: Sequence[Sequence[bool]]) -> int:
-    """The largest aligned length up to `hit` for which every chunk that its load mask names has arrived.
+def local_chunks(case: Case, group: int, start: int) -> set[int]:
+    """The blocks that an engine with `start` tokens surely has: those that computing the token at `start` reads.
 
-    `arrived[group][chunk]`, chunks of the hit. A recurrent state that arrived is the one at the end of its chunk, or
-    at the hit for the last chunk; it serves that length alone.
+    Only blocks that end at or before `start`: one that it cuts may be written by the load.
     """
+    one = case.groups[group]
+    read = {
+        FULL: range(start),
+        WINDOW: range(start - one.window + 1, start),
+        CHUNKED: range(start // one.chunk * one.chunk if one.chunk else 0, start),
+        MAMBA: range(start - 1, start) if start % one.block == 0 else range(0),
+    }[one.kind]
+    return {
+        token // one.block for token in read if token >= 0 and (token // one.block + 1) * one.block <= start
+    }
+
+
+def resume_length(case: Case, hit: int, arrived: Sequence[Sequence[bool]], start: int = 0) -> int:
+    """The largest aligned length up to `hit` for which every chunk that its load mask names is there.
+
+    `arrived[group][chunk]`, chunks of the hit. A chunk is there if it arrived; if the plan does not load it, also if
+    it is local, with `start` tokens in the engine. A recurrent state is the one at the end of its chunk, or at the hit
+    for the last chunk; it serves that length alone.
+    """
+    loaded = load_mask(case, hit)
+    local = [local_chunks(case, group, start) for group in range(len(case.groups))]
 
     def serves(group: int, chunk: int, length: int) -> bool:
         state_at = min((chunk + 1) * case.groups[group].block, hit)
-        return arrived[group][chunk] and (case.groups[group].kind != MAMBA or state_at == length)
+        there = arrived[group][chunk] or (chunk in local[group] and not loaded[group][chunk])
+        return there and (case.groups[group].kind != MAMBA or state_at == length)
 
     return max(
         length

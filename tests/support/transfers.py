@@ -6,6 +6,7 @@ reference of its own (one slice per layer), so a byte that moved anywhere else f
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -20,8 +21,10 @@ from kvpool_agent.pools.memory import SealedMemory
 from kvpool_agent.pools.pool import MappedPool
 from kvpool_agent.store.memory import MemoryCluster, MemoryStore
 from kvpool_agent.store.protocol import Loader, Store
+from kvpool_agent.transfer.guard import SaveGuard, Shared, TransferIds
 from kvpool_agent.transfer.manager import TransferManager
 from kvpool_agent.transfer.movers import CopyMover, MappedMover
+from kvpool_agent.transfer.removals import Removals
 from kvpool_agent.transfer.ring import Ring
 from kvpool_agent.transfer.settings import TransferSettings
 from kvpool_agent.transfer.tombstones import Tombstones
@@ -184,6 +187,9 @@ class Metrics:
     saves: list[dict[str, object]] = field(default_factory=list)
     requests: list[tuple[str, str]] = field(default_factory=list)
     late: int = 0
+    gone: Counter[str] = field(default_factory=Counter)
+    given_up: Counter[str] = field(default_factory=Counter)
+    forgotten: int = 0
 
     def load_done(
         self, *, mode: str, seconds: float, bytes_: int, ok: int, failed: int, corrupt: int, evicted: int
@@ -215,6 +221,15 @@ class Metrics:
     def late_completion(self) -> None:
         """See `TransferMetrics`."""
         self.late += 1
+
+    def removed(self, *, reason: str, gone: int, given_up: int) -> None:
+        """See `RemovalMetrics`."""
+        self.gone[reason] += gone
+        self.given_up[reason] += given_up
+
+    def failure_forgotten(self) -> None:
+        """See `GuardMetrics`."""
+        self.forgotten += 1
 
 
 class CopyClient:
@@ -276,7 +291,7 @@ class Rig:
         self.coordinator = coordinator_of(one)
         self.keyspace = KeySpace.of("ns.pool", one)
         self.metrics = Metrics()
-        self.tombstones = Tombstones(ttl=600, capacity=1000, clock=asyncio.get_running_loop().time)
+        self.shared: Shared
         self.results: dict[int, TransferResult] = {}
         self.reported: list[TransferResult] = []
         self._waiting: dict[int, asyncio.Future[TransferResult]] = {}
@@ -299,10 +314,16 @@ class Rig:
         pool: "type[PoolWrapper] | None" = None,
         mover: "Callable[[Rig], BlockMover] | None" = None,
         window: int = 16,
+        engine: str = "engine",
+        beside: "Rig | None" = None,
+        lease_seconds: float = 10.0,
     ) -> Self:
         """Build a session.
 
         Args:
+            engine: the engine's id.
+            beside: a session of the same agent.
+            lease_seconds: what the agent takes a lease to last.
             mode: "mapped" or "copy".
             settings: limits; small batches by default, so that every transfer has several.
             ring_chunks: slots of the ring.
@@ -313,29 +334,32 @@ class Rig:
             window: tokens of the sliding window.
         """
         one = identity(window=window)
-        engine = EngineMemory()
-        layout = check_worker(one, engine.worker(mode=pb.MAPPED if mode == "mapped" else pb.COPY))
+        memory = EngineMemory()
+        layout = check_worker(one, memory.worker(mode=pb.MAPPED if mode == "mapped" else pb.COPY))
         slot = -(-layout.max_chunk_bytes // 64) * 64
         rig = cls(
             layout=layout,
             one=one,
-            engine=engine,
-            store=MemoryStore(cluster),
+            engine=memory,
+            store=MemoryStore(cluster) if beside is None else beside.store,
             ring=SealedMemory.create("ring", slot * ring_chunks),
         )
         rig.ring = Ring(rig.ring_memory, chunk_bytes=layout.max_chunk_bytes)
         store: Store = rig.store if on is None else on
+        rig.shared = rig._agent(store, lease_seconds) if beside is None else beside.shared
         rig.loader = await store.open_loader(rig.ring)
         if mover is not None:
             rig.mover = mover(rig)
         elif mode == "mapped":
-            mapped: MappedPool = MappedCpuPool.open(layout, [storage.fd for storage in engine.storages])
+            mapped: MappedPool = MappedCpuPool.open(layout, [storage.fd for storage in memory.storages])
             rig.mover = MappedMover(mapped if pool is None else pool(mapped), ring=rig.ring, layout=layout)
         else:
-            rig.client = CopyClient(engine, rig.ring_memory)
+            rig.client = CopyClient(memory, rig.ring_memory)
             rig.client.mover = CopyMover(send=rig.client.send, on_late=rig.metrics.late_completion)
             rig.mover = rig.client.mover
         rig.manager = TransferManager(
+            engine_id=engine,
+            shared=rig.shared,
             coordinator=rig.coordinator,
             keyspace=rig.keyspace,
             layout=layout,
@@ -344,11 +368,29 @@ class Rig:
             ring=rig.ring,
             mover=rig.mover,
             settings=settings or TransferSettings(batch_chunks=3),
-            tombstones=rig.tombstones,
             metrics=rig.metrics,
             on_done=rig._done,
         )
         return rig
+
+    @property
+    def tombstones(self) -> Tombstones:
+        """The agent's."""
+        return self.shared.tombstones
+
+    def _agent(self, store: Store, lease_seconds: float) -> Shared:
+        """What an agent has once."""
+        clock = asyncio.get_running_loop().time
+        tombstones = Tombstones(ttl=600, capacity=1000, clock=clock)
+        removals = Removals(
+            store.prober, tombstones=tombstones, metrics=self.metrics, lease_seconds=lease_seconds
+        )
+        return Shared(
+            ids=TransferIds(0),
+            guard=SaveGuard(removals=removals, metrics=self.metrics, clock=clock),
+            removals=removals,
+            tombstones=tombstones,
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -361,6 +403,7 @@ class Rig:
                 1_000.0
             )  # the fake's hanging calls end at their deadlines, a real loader's with its process
         await closing
+        await self.shared.removals.close(deadline=asyncio.get_running_loop().time())
         await turns()
         self.ring_memory.close()
         self.engine.close()
@@ -418,6 +461,7 @@ class Rig:
         request: str = "r",
         prompt: str = "p",
         seconds: float = 10.0,
+        attempt: int = 0,
         blocks: Sequence[NDArray[np.int32]] | None = None,
     ) -> LoadJob:
         """A load of `tokens` tokens into blocks `first_block` and up, in both groups."""
@@ -432,6 +476,7 @@ class Rig:
             blocks=tuple(blocks) if blocks is not None else ids(tokens, start=start, first=first_block),
             deadline=asyncio.get_running_loop().time() + seconds,
             ordering=SYNCHRONISED,
+            attempt=attempt,
         )
 
     def save_job(
@@ -443,7 +488,7 @@ class Rig:
         request: str = "r",
         prompt: str = "p",
         seconds: float = 10.0,
-        recomputed_after: int = 0,
+        attempt: int = 0,
         blocks: Sequence[NDArray[np.int32]] | None = None,
     ) -> SaveJob:
         """A save of tokens `start` to `tokens` from blocks `first_block` and up, in both groups."""
@@ -456,7 +501,7 @@ class Rig:
             num_prompt_tokens=None,
             blocks=tuple(blocks) if blocks is not None else ids(tokens, start=start, first=first_block),
             deadline=asyncio.get_running_loop().time() + seconds,
-            recomputed_after=recomputed_after,
+            attempt=attempt,
             ordering=SYNCHRONISED,
         )
 
@@ -525,9 +570,9 @@ class PoolWrapper:
         """See `MappedPool`."""
         self.inside.gather(group, block, payload)
 
-    def wait_ordering(self, ordering: pb.Ordering) -> None:
+    def wait_ordering(self, ordering: pb.Ordering, *, give_up: Callable[[], bool]) -> None:
         """See `MappedPool`."""
-        self.inside.wait_ordering(ordering)
+        self.inside.wait_ordering(ordering, give_up=give_up)
 
     def close(self) -> None:
         """See `MappedPool`."""

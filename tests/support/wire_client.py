@@ -29,6 +29,7 @@ OPTIONS = (
 RESPONSES: dict[str, Any] = {
     "Lookup": pb.LookupResponse,
     "Resume": pb.ResumeResponse,
+    "NoteFailure": pb.NoteFailureResponse,
     "Load": pb.LoadResponse,
     "Save": pb.SaveResponse,
     "Release": pb.ReleaseResponse,

@@ -271,23 +271,28 @@ class KVCoordinator:
         for index, (shape, spec) in enumerate(zip(self._group_shapes(covered), self.groups, strict=True)):
             check_group(index, spec, self.sizes, plan, self._expected(spec, hit, shape), num_units)
 
-    def resume_length(self, plan: Plan, arrived: Sequence[BoolArray]) -> int:
+    def resume_length(self, plan: Plan, arrived: Sequence[BoolArray], *, start: int = 0) -> int:
         """Return the tokens that need not be computed when only `arrived` came through of a load of `plan`.
 
-        The longest aligned length, not above the hit, whose load mask names only chunks that arrived;
-        PRUNE_ONCE: found with the prune off. So it never exceeds the hit, equals it if every loaded chunk
-        arrived, and turning a failed chunk into a good one never lowers it. A chunk that arrived and ends at
-        the hit inside a block serves up to the hit; a recurrent state serves its own boundary only.
+        LOADED_OR_REPORTED: the longest aligned length, not above the hit, whose load mask names only chunks that
+        arrived or are local; PRUNE_ONCE: found with the prune off. So it never exceeds the hit, equals it if every
+        loaded chunk arrived, and turning a failed chunk into a good one never lowers it. A chunk that arrived and
+        ends at the hit inside a block serves up to the hit; a recurrent state serves its own boundary only.
+
+        Below `start` only what a hit of exactly `start` needs is local (see `plan.local_chunks`): a window that has
+        moved on is gone. So where `start` is a boundary of every group the answer is `start` or more, and where it
+        cuts a block an answer below it is proven by the masks or 0.
 
         Args:
             plan: made by this coordinator, or checked by it.
-            arrived: per group, one boolean per block of the hit: True where the chunk arrived verified or is
-                local already.
+            arrived: per group, one boolean per block of the hit: True where the chunk arrived verified, or is known
+                to be there; False for a chunk that the plan loads says that it failed, wherever it lies.
+            start: tokens that the engine had before the load.
 
         Raises:
-            ValueError: `arrived` has another shape.
+            ValueError: `arrived` has another shape, or `start` is negative.
         """
-        presence = arrived_units(self.groups, self.sizes, plan, arrived)
+        presence = arrived_units(self.groups, self.sizes, plan, arrived, start=_tokens("start", start))
         return longest_supported(self._members_alone(presence), self.sizes, plan.hit_length).hit
 
     def lookup(self, hashes: Sized, max_length: int) -> LookupSteps:

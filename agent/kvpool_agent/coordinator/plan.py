@@ -169,10 +169,31 @@ def group_plan(
     return GroupPlan(expected.mask, key_units)
 
 
+def local_chunks(spec: GroupSpec, start: int) -> slice:
+    """Return the chunks that an engine with `start` tokens surely has: whole ones that going on from there reads.
+
+    Full attention reads everything, a window what it reaches back to, chunked attention the current attention chunk,
+    a recurrent state only itself. What lies further back the engine may have given away, and a block that `start`
+    cuts may be written by the very load that failed.
+    """
+    whole = start // spec.block_size
+    match spec.kind:
+        case GroupKind.FULL_ATTENTION:
+            first = 0
+        case GroupKind.SLIDING_WINDOW:
+            first = max(0, start + 1 - (spec.sliding_window or 1)) // spec.block_size
+        case GroupKind.CHUNKED_LOCAL:
+            chunk = spec.chunk_size or spec.block_size
+            first = start // chunk * chunk // spec.block_size
+        case GroupKind.MAMBA:
+            first = whole - (0 if start % spec.block_size else 1)
+    return slice(max(0, first), whole)
+
+
 def arrived_units(
-    specs: Sequence[GroupSpec], sizes: Sizes, plan: Plan, arrived: Sequence[BoolArray]
+    specs: Sequence[GroupSpec], sizes: Sizes, plan: Plan, arrived: Sequence[BoolArray], *, start: int
 ) -> list[BoolArray]:
-    """Turn what arrived per chunk into presence per hash unit of the hit.
+    """Turn what arrived per chunk, or is local below `start`, into presence per hash unit of the hit.
 
     An attention chunk that arrived serves every unit inside it, up to the hit. A recurrent state serves its
     own boundary only: the end of its chunk, or the hit for the last chunk.
@@ -194,6 +215,9 @@ def arrived_units(
                 f"arrived of group {index} must be {expected} booleans, one per block of the hit, "
                 f"got {chunks.dtype} with shape {chunks.shape}"
             )
+        local = np.zeros(expected, dtype=np.bool_)
+        local[local_chunks(spec, start)] = True
+        chunks = chunks | (local & ~plan.groups[index].mask)
         stride = spec.block_size // sizes.hash_block
         if spec.kind is GroupKind.MAMBA:
             units = np.zeros(num_units, dtype=np.bool_)

@@ -6,7 +6,7 @@ Refuses: storages that are not sealed files of the declared size, and layouts wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import numpy as np
@@ -86,8 +86,9 @@ class MappedCpuPool:
         with self._gate.inside():
             _gather(parts, self._blocks[group], block, payload)
 
-    def wait_ordering(self, ordering: pb.Ordering) -> None:
+    def wait_ordering(self, ordering: pb.Ordering, *, give_up: Callable[[], bool]) -> None:
         """A CPU engine's computation is over when it calls; only a proof of another kind is an error."""
+        del give_up
         if ordering.WhichOneof("proof") == "cuda_event":
             raise PoolError("a CUDA event orders nothing in CPU memory; send `synchronised` instead")
 

@@ -134,16 +134,23 @@ class BindingsDriver:
         """See `CudaDriver.synchronise`."""
         self._check(self._api.cuStreamSynchronize(stream), "finish copies")
 
-    def wait_event(self, handle: bytes, stream: int) -> None:
-        """See `CudaDriver.wait_event`."""
+    def open_event(self, handle: bytes) -> int:
+        """See `CudaDriver.open_event`."""
         imported = self._api.CUipcEventHandle()
         ctypes.memmove(imported.getPtr(), handle, EVENT_HANDLE_BYTES)
-        event = self._check(self._api.cuIpcOpenEventHandle(imported), "open an IPC event handle")
-        try:
-            self._check(self._api.cuStreamWaitEvent(stream, event, 0), "wait for the engine's event")
-            self._check(self._api.cuStreamSynchronize(stream), "wait for the engine's event")
-        finally:
-            self._check(self._api.cuEventDestroy(event), "close an IPC event handle")
+        return int(self._check(self._api.cuIpcOpenEventHandle(imported), "open an IPC event handle"))
+
+    def event_happened(self, event: int) -> bool:
+        """See `CudaDriver.event_happened`."""
+        answer = self._api.cuEventQuery(event)
+        if answer[0].name == "CUDA_ERROR_NOT_READY":
+            return False
+        self._check(answer, "ask for the engine's event")
+        return True
+
+    def close_event(self, event: int) -> None:
+        """See `CudaDriver.close_event`."""
+        self._check(self._api.cuEventDestroy(event), "close an IPC event handle")
 
     def release(self) -> None:
         """See `CudaDriver.release`."""

@@ -9,7 +9,8 @@ copies a block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -32,6 +33,10 @@ MAX_COPIES: Final = 4096
 
 EVENT_HANDLE_BYTES: Final = 64
 """Size of a cuIpcEventHandle."""
+
+_FIRST_PAUSE: Final = 20e-6
+_LONGEST_PAUSE: Final = 1e-3
+"""Seconds between two questions whether an event has happened: a forward pass takes milliseconds."""
 
 _STREAMS: Final = 4
 """Copies on their way at once: the transfers use two threads a session."""
@@ -108,8 +113,16 @@ class CudaDriver(Protocol):
         """Return when all copies queued on the stream are done."""
         ...
 
-    def wait_event(self, handle: bytes, stream: int) -> None:
-        """Open another process's event, let `stream` wait for it, return when it has happened."""
+    def open_event(self, handle: bytes) -> int:
+        """Open another process's event."""
+        ...
+
+    def event_happened(self, event: int) -> bool:
+        """Whether everything that was queued before the event is done; never waits."""
+        ...
+
+    def close_event(self, event: int) -> None:
+        """Close it."""
         ...
 
     def release(self) -> None:
@@ -161,8 +174,11 @@ class CudaPool:
             raise PoolError("gather needs a writable payload")
         self._copy(group, block, payload, Direction.TO_HOST)
 
-    def wait_ordering(self, ordering: pb.Ordering) -> None:
-        """See `MappedPool.wait_ordering`. Blocks the calling thread until the event has happened."""
+    def wait_ordering(self, ordering: pb.Ordering, *, give_up: Callable[[], bool]) -> None:
+        """See `MappedPool.wait_ordering`. The calling thread asks for the event at growing intervals.
+
+        It does not let the driver wait: that has no deadline, and `close` would wait with it (BOUNDED).
+        """
         proof = ordering.WhichOneof("proof")
         if proof == "synchronised" and ordering.synchronised:
             return
@@ -174,14 +190,30 @@ class CudaPool:
             raise PoolError(
                 f"a CUDA event handle has {EVENT_HANDLE_BYTES} bytes, got {len(ordering.cuda_event)}"
             )
-        with self._gate.inside(), self._stream() as stream:
-            self._driver.wait_event(ordering.cuda_event, stream)
+        with self._gate.inside():
+            self._driver.use()
+            event = self._driver.open_event(ordering.cuda_event)
+            try:
+                self._wait(event, give_up)
+            finally:
+                self._driver.close_event(event)
 
     def close(self) -> None:
         """See `MappedPool.close`."""
         if self._gate.close():
             with self._undo:
                 self._driver.use()
+
+    def _wait(self, event: int, give_up: Callable[[], bool]) -> None:
+        pause = _FIRST_PAUSE
+        while not self._driver.event_happened(event):
+            if give_up():
+                raise PoolError(
+                    "the engine's event did not happen before the transfer ended; record it on the stream that computes"
+                    " the blocks, before the call"
+                )
+            time.sleep(pause)
+            pause = min(_LONGEST_PAUSE, pause * 2)
 
     def _open_storages(self, undo: ExitStack) -> tuple[int, ...]:
         """Addresses of the storages; storages of one allocation share its mapping."""

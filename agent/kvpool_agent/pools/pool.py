@@ -7,7 +7,7 @@ Refuses: to know which block may be touched when. Fences, busy blocks and verifi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Condition
@@ -56,11 +56,15 @@ class MappedPool(Protocol):
         """Read a block into a chunk's payload; arguments and errors as of `scatter`."""
         ...
 
-    def wait_ordering(self, ordering: pb.Ordering) -> None:
+    def wait_ordering(self, ordering: pb.Ordering, *, give_up: Callable[[], bool]) -> None:
         """Return when the engine's kernels have left the blocks that the next copies touch.
 
+        Args:
+            ordering: the engine's proof.
+            give_up: asked again and again while the call waits; True ends it (BOUNDED: an event may never happen).
+
         Raises:
-            PoolError: the proof is missing or cannot be used.
+            PoolError: the proof is missing or cannot be used, or `give_up` said True first.
         """
         ...
 

@@ -35,7 +35,9 @@ from kvpool_agent.store.mooncake_store import MooncakeStore
 from kvpool_agent.store.protocol import Transport
 from kvpool_agent.telemetry.metrics import AgentMetrics
 from kvpool_agent.telemetry.setup import Telemetry, TelemetrySettings
+from kvpool_agent.transfer.guard import SaveGuard, Shared, TransferIds
 from kvpool_agent.transfer.lookup import Lookups
+from kvpool_agent.transfer.removals import Removals
 from kvpool_agent.transfer.settings import TransferSettings
 from kvpool_agent.transfer.tombstones import Tombstones
 from kvpool_agent.transfer.types import Integrity
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 
 MAX_TOMBSTONES: Final = 65_536
 RPC_GRACE_SECONDS: Final = 1.0
+REMOVAL_SECONDS: Final = 1.0
 
 FIRST_STORE_SECONDS: Final = 5.0
 """Mooncake notices a dead master after 4.3 s; after that the agent is ready without its store."""
@@ -172,20 +175,21 @@ class Agent:
         lookups = Lookups(
             prober=store.prober, tombstones=tombstones, metrics=self.metrics, lease_seconds=lease
         )
+        epoch = secrets.randbits(63)
+        shared = self._shared(parts, store, tombstones, epoch)
         tools = WorkerTools(
             config=config,
             store=store,
-            tombstones=tombstones,
+            shared=shared,
             metrics=self.metrics,
             settings=TransferSettings(
                 max_transfers=config.engines.max_queued,
                 integrity=Integrity(config.cache.integrity.value),
-                lease_seconds=lease,
             ),
         )
         descriptors = DescriptorServer(
             folder.descriptors,
-            epoch=secrets.randbits(63),
+            epoch=epoch,
             allowed_uids=config.socket.allowed_uids,
             token_timeout=config.socket.token_timeout,
             max_connections=config.socket.max_connections,
@@ -202,6 +206,7 @@ class Agent:
             descriptors=descriptors,
             streams=streams,
             lookups=lookups,
+            guard=shared.guard,
             status=status,
             metrics=self.metrics,
             cache=config.cache,
@@ -221,6 +226,21 @@ class Agent:
         # Sessions end before the server does, so that streams are over when it waits for them.
         parts.push_async_callback(self._sessions.close_all, "the agent is going away")
         folder.rpc.chmod(0o660)
+
+    def _shared(
+        self, parts: AsyncExitStack, store: MooncakeStore, tombstones: Tombstones, epoch: int
+    ) -> Shared:
+        """What outlives worker sessions; ends after the last of them and before the store."""
+        lease = self._config.cache.lease_ttl
+        removals = Removals(store.prober, tombstones=tombstones, metrics=self.metrics, lease_seconds=lease)
+
+        async def end() -> None:
+            # What a lease still holds back can be removed once it has lapsed.
+            await removals.close(deadline=asyncio.get_running_loop().time() + lease + REMOVAL_SECONDS)
+
+        parts.push_async_callback(end)
+        guard = SaveGuard(removals=removals, metrics=self.metrics, clock=time.monotonic)
+        return Shared(ids=TransferIds(epoch), guard=guard, removals=removals, tombstones=tombstones)
 
     def _say_ready(self, http: HttpServer, folder: SocketFolder) -> None:
         log.info(

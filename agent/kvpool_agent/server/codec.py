@@ -176,6 +176,7 @@ def load_job(message: pb.LoadRequest, wire: WirePlan, *, deadline: float, contex
         blocks=block_ids(message.blocks, len(wire.plan.groups)),
         deadline=deadline,
         ordering=message.ordering,
+        attempt=message.attempt,
         context=context,
     )
 
@@ -204,7 +205,7 @@ def save_job(
         num_prompt_tokens=message.num_prompt_tokens if message.HasField("num_prompt_tokens") else None,
         blocks=block_ids(message.blocks, groups),
         deadline=deadline,
-        recomputed_after=message.recomputed_after,
+        attempt=message.attempt,
         ordering=message.ordering,
         context=context,
     )

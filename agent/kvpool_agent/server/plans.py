@@ -120,22 +120,22 @@ def _closing_units(blocks: int, stride: int) -> NDArray[np.int64]:
     return np.arange(1, blocks + 1, dtype=np.int64) * stride - 1
 
 
-def arrived(
-    plan: Plan, block_sizes: Sequence[int], *, start: int, failed: Sequence[pb.ChunkFailure]
-) -> list[NDArray[np.bool_]]:
-    """Per group and chunk of the hit: True where it is local (it ends at or before `start`) or was loaded.
+def resume_length(
+    coordinator: KVCoordinator, plan: Plan, *, start: int, failed: Sequence[pb.ChunkFailure]
+) -> int:
+    """LOADED_OR_REPORTED: where an engine with `start` tokens goes on when these chunks of a load failed on some rank.
+
+    A failure of a chunk below `start` says that what was believed local is not; nothing is taken for local then.
 
     Raises:
         CallRefused: a failure names a chunk that the hit does not cover.
     """
-    there: list[NDArray[np.bool_]] = []
-    for group, block in zip(plan.groups, block_sizes, strict=True):
-        ends = np.minimum(np.arange(1, group.mask.size + 1, dtype=np.int64) * block, plan.hit_length)
-        there.append(group.mask | (ends <= start))
+    there = [group.mask.copy() for group in plan.groups]
     for failure in failed:
         if failure.group >= len(there) or failure.chunk >= there[failure.group].size:
             raise codec.invalid(
                 f"failed names chunk {failure.chunk} of group {failure.group}, which the hit does not cover"
             )
         there[failure.group][failure.chunk] = False
-    return there
+    below = any((one.chunk + 1) * coordinator.groups[one.group].block_size <= start for one in failed)
+    return coordinator.resume_length(plan, there, start=0 if below else start)

@@ -1,5 +1,7 @@
 """Errors to gRPC statuses: one table, so that a caller sees what, where and how to mend it, and never a traceback.
 
+ABORTED says: refused before anything was touched, and not by the caller's fault; a client goes on without the cache and
+withholds no block. UNAVAILABLE and INTERNAL leave that open (FENCED).
 Errors that nobody foresaw become INTERNAL with a number that the agent's log explains; their text stays inside.
 """
 
@@ -33,18 +35,18 @@ _KINDS: Final = {
     Refusal.WRONG_ROLE: grpc.StatusCode.PERMISSION_DENIED,
     Refusal.FOREIGN: grpc.StatusCode.FAILED_PRECONDITION,
     Refusal.BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Refusal.DRAINING: grpc.StatusCode.UNAVAILABLE,
+    Refusal.DRAINING: grpc.StatusCode.ABORTED,
 }
 
 # The first class that matches decides: the special ones stand before their bases.
 _TABLE: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
     (BadPlan, grpc.StatusCode.INVALID_ARGUMENT),
     (BadBlocks, grpc.StatusCode.INVALID_ARGUMENT),
-    (BlocksBusy, grpc.StatusCode.FAILED_PRECONDITION),
+    (BlocksBusy, grpc.StatusCode.ABORTED),
     (QueueFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (Draining, grpc.StatusCode.UNAVAILABLE),
-    (SessionClosed, grpc.StatusCode.UNAVAILABLE),
-    (RingBroken, grpc.StatusCode.UNAVAILABLE),
+    (Draining, grpc.StatusCode.ABORTED),
+    (SessionClosed, grpc.StatusCode.ABORTED),
+    (RingBroken, grpc.StatusCode.ABORTED),
     (CopyProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
     (TransferError, grpc.StatusCode.FAILED_PRECONDITION),
     (PlanError, grpc.StatusCode.INVALID_ARGUMENT),

@@ -1,7 +1,8 @@
 """The sessions of one agent: found by token, counted, ended.
 
 Promises: a token finds its session from Ready until its end, and nothing after; every session that was added is closed,
-at the latest by `close_all`. Event loop only; the counts may be read from any thread.
+at the latest by `close_all`; a worker session is known to its engine until nothing of it touches blocks any more
+(FENCED), for ever if that cannot be known. Event loop only; the counts may be read from any thread.
 """
 
 import asyncio
@@ -21,6 +22,8 @@ class Sessions:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._by_token: dict[bytes, Session] = {}
+        self._ending: list[WorkerSession] = []
+        """Those that take no calls any more, but may still touch blocks."""
         self._reserved = 0
         self._numbers = 0
 
@@ -29,8 +32,8 @@ class Sessions:
         return iter(list(self._by_token.values()))
 
     def __len__(self) -> int:
-        """Sessions now, those that are just being opened included."""
-        return len(self._by_token) + self._reserved
+        """Sessions now, with those that are just being opened, and those that could not be ended (BOUNDED)."""
+        return len(self._by_token) + self._reserved + sum(one.fence_failed for one in self._ending)
 
     def reserve(self) -> int | None:
         """A number for a session that is being opened, None at the limit. `add` or `unreserve` follows."""
@@ -54,12 +57,16 @@ class Sessions:
         return self._by_token.get(token)
 
     def workers_of(self, engine_id: str) -> list[WorkerSession]:
-        """The worker sessions of one engine on this node."""
-        return [one for one in self if isinstance(one, WorkerSession) and one.engine_id == engine_id]
+        """The worker sessions of one engine on this node, also those that are ending (FENCED)."""
+        self._ending = [one for one in self._ending if not one.gone]
+        found = [one for one in self if isinstance(one, WorkerSession)] + self._ending
+        return [one for one in found if one.engine_id == engine_id]
 
     async def close(self, session: Session) -> None:
         """End one session; returns when nothing of it is left."""
-        self._by_token.pop(session.token, None)
+        self._ending = [one for one in self._ending if not one.gone]
+        if self._by_token.pop(session.token, None) is not None and isinstance(session, WorkerSession):
+            self._ending.append(session)
         await session.close()
         log.info(
             "session ended: %s",

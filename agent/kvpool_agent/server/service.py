@@ -22,6 +22,8 @@ from kvpool_agent.server.session import Session, WorkerSession
 from kvpool_agent.server.status import AgentStatus
 from kvpool_agent.server.stream import DRAINING_TEXT, SessionStreams
 from kvpool_agent.telemetry.metrics import AgentMetrics
+from kvpool_agent.transfer.errors import TransferError
+from kvpool_agent.transfer.guard import SaveGuard
 from kvpool_agent.transfer.lookup import Lookups
 from kvpool_agent.transfer.types import FenceResult, FenceState
 from kvpool_wire import agent_pb2 as pb
@@ -38,6 +40,7 @@ class AgentService:
         descriptors: DescriptorServer,
         streams: SessionStreams,
         lookups: Lookups,
+        guard: SaveGuard,
         status: AgentStatus,
         metrics: AgentMetrics,
         cache: CacheSection,
@@ -47,6 +50,7 @@ class AgentService:
         self._descriptors = descriptors
         self._streams = streams
         self._lookups = lookups
+        self._guard = guard
         self._status = status
         self._metrics = metrics
         self._cache = cache
@@ -58,6 +62,7 @@ class AgentService:
         unary: dict[str, tuple[Callable[..., Awaitable[Message]], type[Message]]] = {
             "Lookup": (self.lookup, pb.LookupRequest),
             "Resume": (self.resume, pb.ResumeRequest),
+            "NoteFailure": (self.note_failure, pb.NoteFailureRequest),
             "Load": (self.load, pb.LoadRequest),
             "Save": (self.save, pb.SaveRequest),
             "Release": (self.release, pb.ReleaseRequest),
@@ -122,13 +127,40 @@ class AgentService:
         session = self._session(context)
         coordinator = session.coordinator
         wire = plans.plan_from_wire(request.plan, identity=session.keyspace.digest, coordinator=coordinator)
-        sizes = [group.block_size for group in coordinator.groups]
-        there = plans.arrived(wire.plan, sizes, start=request.start, failed=request.failed)
-        return pb.ResumeResponse(resume_length=coordinator.resume_length(wire.plan, there))
+        request_id = codec.request_id(request.request_id)
+        length = plans.resume_length(coordinator, wire.plan, start=request.start, failed=request.failed)
+        if request.failed:
+            self._guard.failed(
+                session.engine_id,
+                request_id=request_id,
+                attempt=request.attempt,
+                position=min(one.chunk * coordinator.groups[one.group].block_size for one in request.failed),
+            )
+        return pb.ResumeResponse(resume_length=length)
+
+    async def note_failure(self, request: pb.NoteFailureRequest, context: Call) -> pb.NoteFailureResponse:
+        """NO_SAVE_AFTER_FAILURE: a load failed on some rank, which this agent may not have seen."""
+        self._guard.failed(
+            self._session(context).engine_id,
+            request_id=codec.request_id(request.request_id),
+            attempt=request.attempt,
+            position=request.token,
+        )
+        return pb.NoteFailureResponse()
 
     async def load(self, request: pb.LoadRequest, context: Call) -> pb.LoadResponse:
-        """Begin a load; its end is a TransferDone event."""
+        """Begin a load; its end is a TransferDone event. One that is refused has failed, too, for every rank."""
         session = self._worker(context)
+        request_id = codec.request_id(request.request_id)
+        try:
+            return self._load(session, request, context)
+        except (CallRefused, TransferError):
+            self._guard.failed(
+                session.engine_id, request_id=request_id, attempt=request.attempt, position=request.start
+            )
+            raise
+
+    def _load(self, session: WorkerSession, request: pb.LoadRequest, context: Call) -> pb.LoadResponse:
         budget = codec.seconds(request.deadline_ms, longest=self._cache.load_timeout)
         wire = plans.plan_from_wire(
             request.plan, identity=session.keyspace.digest, coordinator=session.coordinator
@@ -167,7 +199,7 @@ class AgentService:
         )
         results = await asyncio.gather(
             *(
-                worker.manager.release(
+                worker.release(
                     request_id=codec.request_id(request.request_id) if what == "request_id" else None,
                     transfer=request.transfer if what == "transfer" else None,
                     deadline=deadline,

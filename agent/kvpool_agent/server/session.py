@@ -20,6 +20,7 @@ from kvpool_agent.server.descriptors import Channel
 from kvpool_agent.store.protocol import Loader
 from kvpool_agent.transfer.manager import TransferManager
 from kvpool_agent.transfer.movers import CopyMover
+from kvpool_agent.transfer.types import FenceResult, FenceState
 from kvpool_wire import agent_pb2 as pb
 from kvpool_wire.keys import KeySpace
 
@@ -159,6 +160,13 @@ class WorkerSession(Session):
     def __init__(self, parts: WorkerParts, **common: Unpack[SessionArguments]) -> None:
         super().__init__(**common)
         self._parts = parts
+        self.fence_failed = False
+        """True once it has ended without proof that its blocks are touched no more."""
+
+    @property
+    def gone(self) -> bool:
+        """True once it has ended, and nothing of it touches a block any more."""
+        return self._closing is not None and self._closing.done() and not self.fence_failed
 
     @property
     def manager(self) -> TransferManager:
@@ -169,6 +177,15 @@ class WorkerSession(Session):
     def mode(self) -> str:
         """`mapped` or `copy`."""
         return self._parts.mode
+
+    async def release(
+        self, *, request_id: str | None = None, transfer: int | None = None, deadline: float
+    ) -> FenceResult:
+        """FENCED for what is named, see `TransferManager.release`; also while the session ends, and after it."""
+        result = await self.manager.release(request_id=request_id, transfer=transfer, deadline=deadline)
+        if self.fence_failed:
+            return FenceResult(FenceState.FENCE_UNCONFIRMED, result.unconfirmed)
+        return result
 
     def copy_done(self, done: pb.CopyDone) -> None:
         """Hand the client's answer to whoever asked.
@@ -199,6 +216,7 @@ class WorkerSession(Session):
         if fenced:
             await super()._close()
             return
+        self.fence_failed = True
         # FENCED: the client takes the end of its descriptor socket as the word that its blocks are touched no more.
         log.critical(
             "it cannot be known that the blocks of session %d are touched no more; its engine withholds them until "

@@ -40,15 +40,14 @@ class AgentStatus:
             protocol=PROTOCOL,
             draining=self.draining,
             store_reachable=health.master_reachable,
-            # Never answered is not "just now": a number that no threshold accepts.
-            store_last_success_age_s=float("inf")
-            if health.last_success_age is None
-            else health.last_success_age,
+            # None leaves the field out: never answered is neither "just now" nor any other number.
+            store_last_success_age_s=health.last_success_age,
             scheduler_sessions=counts["scheduler"],
             worker_sessions=workers,
             transfers_in_flight=self._sessions.in_flight(),
             modes=[mode for mode in ("mapped", "copy") if counts[mode]],
             segment_bytes=health.segment_mounted_bytes,
+            integrity=self._config.cache.integrity.value,
         )
 
     def not_ready(self) -> str:

@@ -25,11 +25,11 @@ from kvpool_agent.server.session import Outbox, SessionArguments, WorkerParts, W
 from kvpool_agent.store.errors import StoreError
 from kvpool_agent.store.protocol import Loader, Store
 from kvpool_agent.telemetry.metrics import AgentMetrics
+from kvpool_agent.transfer.guard import Shared
 from kvpool_agent.transfer.manager import TransferManager
 from kvpool_agent.transfer.movers import CopyMover, MappedMover
 from kvpool_agent.transfer.ring import Ring
 from kvpool_agent.transfer.settings import TransferSettings
-from kvpool_agent.transfer.tombstones import Tombstones
 from kvpool_agent.transfer.types import BlockMover, TransferResult
 from kvpool_wire import agent_pb2 as pb
 from kvpool_wire.layout import LayoutError, WorkerLayout, check_worker
@@ -52,7 +52,7 @@ class WorkerTools:
 
     config: AgentConfig
     store: Store
-    tombstones: Tombstones
+    shared: Shared
     metrics: AgentMetrics
     settings: TransferSettings
 
@@ -226,6 +226,8 @@ def _manager(
         outbox.put(codec.transfer_done(result))
 
     return TransferManager(
+        engine_id=common["engine_id"],
+        shared=tools.shared,
         coordinator=common["coordinator"],
         keyspace=common["keyspace"],
         layout=layout,
@@ -234,7 +236,6 @@ def _manager(
         ring=ring,
         mover=mover,
         settings=tools.settings,
-        tombstones=tools.tombstones,
         metrics=tools.metrics,
         on_done=report,
     )

@@ -33,7 +33,7 @@ CODES: Final[dict[int, tuple[str, ChunkStatus]]] = {
     -702: ("INVALID_REPLICA", _S.INTERNAL),
     -703: ("REPLICA_IS_NOT_READY", _S.NOT_READY),
     -704: ("OBJECT_NOT_FOUND", _S.ABSENT),
-    -705: ("OBJECT_ALREADY_EXISTS", _S.OK),
+    -705: ("OBJECT_ALREADY_EXISTS", _S.INTERNAL),
     -706: ("OBJECT_HAS_LEASE", _S.LEASED),
     -707: ("LEASE_EXPIRED", _S.LEASE_EXPIRED),
     -708: ("OBJECT_HAS_REPLICATION_TASK", _S.LEASED),
@@ -67,6 +67,12 @@ CODES: Final[dict[int, tuple[str, ChunkStatus]]] = {
 }
 """Code to (name, status), after Mooncake 0.3.13 `mooncake-store/include/types.h`."""
 
+_EXISTS: Final = -705
+"""Good news for a put, nonsense for every other operation."""
+
+_TOO_LONG: Final = frozenset({-600, -10})
+"""What a get answers where the object is longer than its destination."""
+
 UNSETTLED: Final = frozenset({_S.PEER_FAILED, _S.INTERNAL})
 """After these the process may still move bytes for the call: Mooncake writes late after a transfer timeout. The other
 failures are told before a transfer begins or after it has ended."""
@@ -90,18 +96,21 @@ def failure(code: int) -> Outcome:
 def get_outcome(code: int, *, expected: int) -> Outcome:
     """Translate one entry of a batch get: the number of bytes delivered, or a code.
 
-    A count other than `expected` is `BAD_SIZE`: a destination that is longer than the object is filled in part and
-    reported as a success.
+    An object of another size than `expected` is `BAD_SIZE`: a destination that is longer than the object is filled in
+    part and reported as a success, one that is shorter is refused as a wrong argument. No other argument of a get can
+    be wrong: keys and addresses were checked before the call.
     """
     if code == expected:
         return Outcome(_S.OK, code, "OK")
+    if code in _TOO_LONG:
+        return Outcome(_S.BAD_SIZE, code, CODES[code][0])
     return failure(code) if code < 0 else Outcome(_S.BAD_SIZE, code, "SIZE")
 
 
 def put_outcome(code: int) -> Outcome:
-    """Translate one entry of a batch put: 0 is good (which includes "was there already"), all else is not."""
-    if code == 0:
-        return Outcome(_S.OK, code, "OK")
+    """Translate one entry of a batch put: 0 is good, and so is "was there already"; all else is not."""
+    if code in (0, _EXISTS):
+        return Outcome(_S.OK, code, "OK" if code == 0 else CODES[code][0])
     return failure(code) if code < 0 else Outcome(_S.INTERNAL, code, f"UNKNOWN({code})")
 
 
@@ -115,8 +124,8 @@ def exist_outcome(code: int) -> Outcome:
 
 
 def remove_outcome(code: int) -> Outcome:
-    """Translate one entry of `batch_remove`: 0 is removed."""
-    return put_outcome(code)
+    """Translate one entry of `batch_remove`: 0 is removed, all else is not."""
+    return failure(code) if code == _EXISTS else put_outcome(code)
 
 
 def error_for(code: int, what: str) -> StoreError:

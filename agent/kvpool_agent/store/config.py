@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from kvpool_agent.store.address import address_fault
 from kvpool_agent.store.errors import StoreMisuse
 from kvpool_agent.store.protocol import Transport
 
@@ -25,7 +26,7 @@ class StoreConfig:
     """Settings of `MooncakeStore`. Times in seconds, sizes in bytes.
 
     Attributes:
-        master_address: "host:port" of the master.
+        master_address: "host:port" of the master, or "etcd://host:port[;host:port]" where several elect a leader.
         local_host: address under which peers reach this node: a pod or node IP, the same string for all processes
             of a node. Loopback works on one machine only; a wildcard never.
         protocol: transport, without fallback.
@@ -49,7 +50,7 @@ class StoreConfig:
         backoff_most: longest pause between two starts.
         log_level: of Mooncake.
         log_dir: where workers write their logs, one file each; None lets them inherit the agent's stderr.
-        cluster_id: of an HA master ("" without HA).
+        cluster_id: `--cluster_id` of masters that are found through etcd; "" is Mooncake's own default. Only with etcd.
     """
 
     master_address: str
@@ -78,9 +79,8 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         """Refuse what Mooncake would accept silently and fail on later."""
-        host, _, port = self.master_address.rpartition(":")
-        if not self.master_address.startswith("etcd://") and not (host and port.isdigit()):
-            raise StoreMisuse(f"master_address {self.master_address!r}: write host:port, or etcd://host:port")
+        if fault := address_fault(self.master_address):
+            raise StoreMisuse(f"master_address {fault}")
         if not self.local_host or "unspecified" in _kind_of(self.local_host):
             raise StoreMisuse(f"local_host {self.local_host!r}: name an address that peers can reach")
         if self.segment_size and self.segment_size < SMALLEST_SEGMENT:

@@ -2,7 +2,8 @@
 
 Promises: the same protocol, statuses and guards as the real store, on a real memfd ring; every node of a
 `MemoryCluster` sees the same objects; faults strike exactly where a test put them; every call is recorded.
-Refuses to model speed, leases or eviction by itself: a test evicts by `MemoryCluster.objects.pop(key)`.
+A question for existence and a get take a lease, as the real store's do; while it lasts a key is not removed.
+Refuses to model speed or eviction by itself: a test evicts by `MemoryCluster.objects.pop(key)`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool_agent.store.cluster import MemoryCluster
 from kvpool_agent.store.errors import StoreDeadline, StoreMisuse, StoreUnavailable
 from kvpool_agent.store.faults import Fault, FaultKind, Operation
 from kvpool_agent.store.guards import check_items, check_keys
@@ -27,6 +29,8 @@ from kvpool_agent.store.protocol import (
     SegmentInfo,
     StoreHealth,
 )
+
+__all__ = ["Call", "MemoryCluster", "MemoryLoader", "MemoryProber", "MemoryStore"]
 
 _FAKE_PID_BASE = (
     1 << 22
@@ -44,25 +48,6 @@ class Call:
 
     operation: Operation
     keys: tuple[bytes, ...]
-
-
-@dataclass(slots=True)
-class MemoryCluster:
-    """The objects that all nodes share.
-
-    Attributes:
-        objects: key to bytes.
-        capacity: bytes; puts beyond it answer `FULL`. None is no limit.
-        blocked: key to event loop time until which puts of it answer `NOT_READY`.
-    """
-
-    objects: dict[bytes, bytes] = field(default_factory=dict)
-    capacity: int | None = None
-    blocked: dict[bytes, float] = field(default_factory=dict)
-
-    def used(self) -> int:
-        """Bytes stored."""
-        return sum(map(len, self.objects.values()))
 
 
 class _Faults:
@@ -209,6 +194,7 @@ class MemoryLoader:
             os.pwrite(self._ring.fd, b"\xa5" * item.size, item.offset)
 
     def _get_one(self, item: GetItem, faults: Sequence[Fault]) -> ChunkStatus:
+        self._store.cluster.lease(item.key)
         data = self._store.cluster.objects.get(item.key)
         status = None
         for fault in (fault for fault in faults if fault.hits(item.key)):
@@ -228,7 +214,7 @@ class MemoryLoader:
         if data is None:
             return ChunkStatus.ABSENT
         if len(data) > item.size:
-            return ChunkStatus.INVALID  # as Mooncake: a destination that is too short stays untouched
+            return ChunkStatus.BAD_SIZE  # as Mooncake: a destination that is too short stays untouched
         os.pwrite(self._ring.fd, data, item.offset)
         return status or (ChunkStatus.OK if len(data) == item.size else ChunkStatus.BAD_SIZE)
 
@@ -251,9 +237,7 @@ class MemoryLoader:
         for fault in faults:
             if fault.kind is FaultKind.STATUS and fault.hits(key):
                 return fault.status
-        return (
-            ChunkStatus.OK if self._store.cluster.objects.pop(key, None) is not None else ChunkStatus.ABSENT
-        )
+        return self._store.cluster.remove(key)
 
 
 class MemoryProber:
@@ -281,6 +265,11 @@ class MemoryProber:
         check_keys(keys)
         return await self._ask(Operation.EXISTS, keys, deadline)
 
+    async def remove(self, keys: Sequence[bytes], *, deadline: float) -> list[ChunkStatus]:
+        """See `Prober.remove`."""
+        check_keys(keys)
+        return await self._ask(Operation.REMOVE, keys, deadline)
+
     async def locate(self, keys: Sequence[bytes], *, deadline: float) -> list[ReplicaLocation | None]:
         """See `Prober.locate`. Objects of the fake lie at endpoint "memory", address 0."""
         statuses = await self._ask(Operation.LOCATE, keys, deadline)
@@ -297,12 +286,15 @@ class MemoryProber:
             raise StoreUnavailable("the in-memory store was told to be unavailable")
         if not await _wait(faults, deadline):
             raise StoreDeadline(f"{operation} of {len(keys)} keys: no answer by the deadline")
-        return [self._ask_one(key, faults) for key in keys]
+        return [self._ask_one(operation, key, faults) for key in keys]
 
-    def _ask_one(self, key: bytes, faults: Sequence[Fault]) -> ChunkStatus:
+    def _ask_one(self, operation: Operation, key: bytes, faults: Sequence[Fault]) -> ChunkStatus:
         for fault in faults:
             if fault.kind is FaultKind.STATUS and fault.hits(key):
                 return fault.status
+        if operation is Operation.REMOVE:
+            return self._store.cluster.remove(key)
+        self._store.cluster.lease(key)
         return ChunkStatus.OK if key in self._store.cluster.objects else ChunkStatus.ABSENT
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool_agent.store import frames
-from kvpool_agent.store.codes import error_for, exist_outcome
+from kvpool_agent.store.codes import error_for, exist_outcome, remove_outcome
 from kvpool_agent.store.errors import StoreDeadline, StoreError, StoreMisuse, StoreUnavailable
 from kvpool_agent.store.frames import Op
 from kvpool_agent.store.guards import check_key, check_keys
@@ -69,6 +69,17 @@ class MooncakeProber:
             raise self._failed(int(codes[0]), f"existence of {len(keys)} keys")
         self._reach.answered()
         return statuses
+
+    async def remove(self, keys: Sequence[bytes], *, deadline: float) -> list[ChunkStatus]:
+        """See `Prober.remove`."""
+        check_keys(keys)
+        unique = list(dict.fromkeys(keys))
+        if not unique:
+            return []
+        answer = await self._ask(Op.REMOVE, frames.pack_keys(unique), len(unique), deadline)
+        codes = frames.unpack_codes(answer, count=len(unique))
+        by_key = {key: remove_outcome(int(code)).status for key, code in zip(unique, codes, strict=True)}
+        return [by_key[key] for key in keys]
 
     async def locate(self, keys: Sequence[bytes], *, deadline: float) -> list[ReplicaLocation | None]:
         """See `Prober.locate`. Mooncake answers "nowhere" also when its master does not answer."""

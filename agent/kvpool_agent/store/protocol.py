@@ -38,11 +38,11 @@ class ChunkStatus(StrEnum):
     MASTER_FAILED = "master_failed"
     """The master did not answer (-900, -901, -1010), or is known to be down."""
     BAD_SIZE = "bad_size"
-    """The store delivered another number of bytes than were asked for."""
+    """The object has another number of bytes than were asked for."""
     CORRUPT = "corrupt"
     """The store's own checksum failed (-801)."""
     INVALID = "invalid"
-    """The store refused the arguments (-600 and its kin)."""
+    """The store refused the arguments (-600 and its kin; in a get that is `BAD_SIZE`)."""
     DEADLINE = "deadline"
     """Not answered in time. For get and put: the process that issued it has been killed and reaped."""
     WORKER_DIED = "worker_died"
@@ -224,7 +224,7 @@ class Loader(Protocol):
 
 
 class Prober(Protocol):
-    """Asks what is there. Asking for existence takes a lease on every key found."""
+    """Asks what is there, and removes what must not be. Asking for existence takes a lease on every key found."""
 
     async def exists(
         self, prefixes: Sequence[bytes], hashes: bytes, hash_size: int, *, deadline: float
@@ -249,6 +249,10 @@ class Prober(Protocol):
 
     async def exists_keys(self, keys: Sequence[bytes], *, deadline: float) -> list[ChunkStatus]:
         """`OK` or `ABSENT` per whole key, or what went wrong with it. Raises as `exists` does."""
+        ...
+
+    async def remove(self, keys: Sequence[bytes], *, deadline: float) -> list[ChunkStatus]:
+        """Remove keys, never by force: `OK`, `ABSENT`, or `LEASED` while a lease lasts. Raises as `exists` does."""
         ...
 
     async def locate(self, keys: Sequence[bytes], *, deadline: float) -> list[ReplicaLocation | None]:

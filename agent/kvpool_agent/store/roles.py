@@ -115,7 +115,7 @@ class SegmentRole:
 
 
 class ProberRole:
-    """Answers what is there; builds the keys itself and asks in pieces side by side."""
+    """Answers what is there and removes what must not be; builds keys itself and asks in pieces side by side."""
 
     def __init__(self, settings: Settings, answer: Answer) -> None:
         self._answer = answer
@@ -145,6 +145,11 @@ class ProberRole:
                 self._answer, request, lambda: frames.pack_locations(self._client.locate(build(0, count)))
             )
             return
+        if op is Op.REMOVE:
+            self._threads.submit(
+                self._answer, request, lambda: frames.pack_codes(self._client.remove(build(0, count)))
+            )
+            return
         gathered = _Gathered(count, lambda work: self._answer(request, work))
         for start in range(0, count, PIECE):
             self._threads.submit(
@@ -155,7 +160,7 @@ class ProberRole:
 
     def _builder(self, op: Op, payload: bytes) -> tuple[Callable[[int, int], list[str]], int]:
         """(function from a range to its keys, number of keys)."""
-        if op in (Op.EXISTS_KEYS, Op.LOCATE):
+        if op in (Op.EXISTS_KEYS, Op.LOCATE, Op.REMOVE):
             keys, _ = frames.unpack_keys(payload)
             return lambda first, last: keys[first:last], len(keys)
         if op is not Op.EXISTS:

@@ -110,6 +110,15 @@ class AgentMetrics:
         """Something completed for a transfer that had been reported already."""
         self.counters[names.LATE][()] += 1
 
+    def removed(self, *, reason: str, gone: int, given_up: int) -> None:
+        """Chunks that had to be removed are gone, or are not waited for any more. `reason`: corrupt or revoked."""
+        self._add(names.REMOVED, (reason, "gone"), gone)
+        self._add(names.REMOVED, (reason, "given_up"), given_up)
+
+    def failure_forgotten(self) -> None:
+        """A failed load was forgotten before its time."""
+        self.counters[names.FORGOTTEN][()] += 1
+
     # ------------------------------------------------------------------------------------------------- reading
 
     def watch(self, gauges: Callable[[], Gauges]) -> None:

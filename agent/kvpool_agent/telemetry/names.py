@@ -137,6 +137,20 @@ LATE: Final = MetricEntry(
     "{completion}",
     "Completions of transfers that had been reported already; they were dropped.",
 )
+REMOVED: Final = MetricEntry(
+    "kvpool.chunk.removed",
+    Kind.COUNTER,
+    "{chunk}",
+    "Chunks that must not be found any more. corrupt: not what was saved under the key; revoked: saved by a request of "
+    "which a load had failed. given_up: still in the store, left to eviction.",
+    {"reason": ("corrupt", "revoked"), "result": ("gone", "given_up")},
+)
+FORGOTTEN: Final = MetricEntry(
+    "kvpool.load.failure.forgotten",
+    Kind.COUNTER,
+    "{request}",
+    "Requests whose failed load was forgotten before its time, since too many had failed; saves were refused instead.",
+)
 SEGMENT_BYTES: Final = MetricEntry(
     "kvpool.segment.bytes",
     Kind.GAUGE,
@@ -179,6 +193,8 @@ METRICS: Final = (
     STORE_DURATION,
     STORE_KEYS,
     LATE,
+    REMOVED,
+    FORGOTTEN,
     SEGMENT_BYTES,
     ENGINE_ATTACHED,
     INFLIGHT,

@@ -1,6 +1,6 @@
 """Which chunks a job moves, and between which blocks and keys. Pure; everything a job says is checked here first.
 
-Promises: a table that was returned names each chunk once, each block of a group once, no block that is null or out of
+Promises: a table that was returned names each chunk once, no memory twice (also not by two groups), no block that is null or out of
 range, and only hash units that the job's chain holds; a load's chunks are exactly those that the plan's masks name and
 that do not end at or before its start (MASK_COVERS_HIT has been held against the coordinator before).
 Refuses: to leave anything out silently, but null blocks of a save, which hold nothing.
@@ -77,7 +77,7 @@ def load_table(coordinator: KVCoordinator, layout: WorkerLayout, job: LoadJob) -
         parts.append(_part(group, wanted + first, ids[wanted], units))
     table = _join(parts)
     _check_units(table, job.chain)
-    _check_blocks(table, layout.groups)
+    _check_blocks(table, layout)
     return table
 
 
@@ -107,7 +107,7 @@ def save_table(coordinator: KVCoordinator, layout: WorkerLayout, job: SaveJob) -
         parts.append(_part(group, chunks, blocks[worth], units))
     table = _join(parts)
     _check_units(table, job.chain)
-    _check_blocks(table, layout.groups)
+    _check_blocks(table, layout)
     return table
 
 
@@ -145,8 +145,8 @@ def _check_units(table: ChunkTable, chain: HashChain) -> None:
         )
 
 
-def _check_blocks(table: ChunkTable, groups: Sequence[GroupLayout]) -> None:
-    for group, held in enumerate(groups):
+def _check_blocks(table: ChunkTable, layout: WorkerLayout) -> None:
+    for group, held in enumerate(layout.groups):
         ids = table.blocks[table.groups == group]
         if not ids.size:
             continue
@@ -163,3 +163,19 @@ def _check_blocks(table: ChunkTable, groups: Sequence[GroupLayout]) -> None:
             raise BadBlocks(
                 f"group {group}: block {int(doubled[0])} is named twice; every chunk needs its own"
             )
+    _check_shared(table, layout.overlap)
+
+
+def _check_shared(table: ChunkTable, overlap: Sequence[int]) -> None:
+    """One id in two groups that share memory is one block for two chunks; checked once per group already."""
+    pools = np.asarray(overlap, dtype=np.int64)[table.groups]
+    order = np.lexsort((table.groups, table.blocks, pools))
+    pools, blocks = pools[order], table.blocks[order]
+    doubled = np.flatnonzero((pools[1:] == pools[:-1]) & (blocks[1:] == blocks[:-1]))
+    if doubled.size:
+        at = int(doubled[0])
+        one, other = table.groups[order[at : at + 2]].tolist()
+        raise BadBlocks(
+            f"block {int(blocks[at])} is named by group {one} and by group {other}, which share its memory; every chunk"
+            " needs a block of its own"
+        )

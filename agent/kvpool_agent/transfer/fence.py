@@ -133,9 +133,13 @@ class OpenTicket:
 
 
 class BlockTable:
-    """Which blocks of one worker session are held, and by whom."""
+    """Which blocks of one worker session are held, and by whom.
 
-    def __init__(self, groups: int) -> None:
+    Groups that share memory (`WorkerLayout.overlap`) share their blocks here: an id that one holds, all hold.
+    """
+
+    def __init__(self, groups: int, *, overlap: Sequence[int] | None = None) -> None:
+        self._pool: Sequence[int] = range(groups) if overlap is None else overlap
         self._writing: list[set[int]] = [set() for _ in range(groups)]
         self._reading: list[Counter[int]] = [Counter() for _ in range(groups)]
         self._holds: dict[int, Hold] = {}
@@ -152,9 +156,9 @@ class BlockTable:
             self._check_free(group, ids, kind)
         for group, ids in blocks.items():
             if kind is TransferKind.LOAD:
-                self._writing[group].update(ids)
+                self._writing[self._pool[group]].update(ids)
             else:
-                self._reading[group].update(ids)
+                self._reading[self._pool[group]].update(ids)
         hold = Hold(transfer=transfer, request_id=request_id, kind=kind, blocks=blocks, let_go=self._let_go)
         self._holds[transfer] = hold
         return hold
@@ -168,26 +172,31 @@ class BlockTable:
 
     def busy(self, group: int) -> frozenset[int]:
         """Blocks of a group that are held now."""
-        return frozenset(self._writing[group]) | frozenset(self._reading[group])
+        pool = self._pool[group]
+        return frozenset(self._writing[pool]) | frozenset(self._reading[pool])
 
     def _check_free(self, group: int, ids: Sequence[int], kind: TransferKind) -> None:
-        taken = self._writing[group].intersection(ids)
+        pool = self._pool[group]
+        taken = self._writing[pool].intersection(ids)
         if kind is TransferKind.LOAD and not taken:
-            taken = {block for block in ids if block in self._reading[group]}
+            taken = {block for block in ids if block in self._reading[pool]}
         if taken:
             block = min(taken)
-            holder = next(hold for hold in self._holds.values() if block in hold.blocks.get(group, ()))
+            holder = next(hold for hold in self._holds.values() if self._has(hold, pool, block))
             raise BlocksBusy(
                 f"group {group}: block {block} is held by {holder.kind.name.lower()} {holder.transfer} of request "
                 f"{holder.request_id!r}; wait for its result, or release it and use the block once that says FENCED"
             )
 
+    def _has(self, hold: Hold, pool: int, block: int) -> bool:
+        return any(self._pool[group] == pool and block in ids for group, ids in hold.blocks.items())
+
     def _let_go(self, hold: Hold) -> None:
         for group, ids in hold.blocks.items():
             if hold.kind is TransferKind.LOAD:
-                self._writing[group].difference_update(ids)
+                self._writing[self._pool[group]].difference_update(ids)
                 continue
-            reading = self._reading[group]
+            reading = self._reading[self._pool[group]]
             reading.subtract(ids)
             for block in ids:
                 if not reading[block]:

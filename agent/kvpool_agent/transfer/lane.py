@@ -34,9 +34,11 @@ _QUIET: Final = frozenset(
         ChunkStatus.NOT_ATTEMPTED,
         ChunkStatus.DEADLINE,
         ChunkStatus.WORKER_DIED,
+        ChunkStatus.MASTER_FAILED,
     }
 )
-"""Statuses after which no process can touch the slot: none ever tried, or the one that did is gone."""
+"""Statuses after which no process can touch the slot: none ever tried, or the one that did is gone, or, for a put, has
+done so. The master is asked before bytes move and told after they have, so its silence says that none are moving."""
 
 LOAD_REASONS: Final = {
     ChunkStatus.ABSENT: FailReason.EVICTED,
@@ -162,10 +164,6 @@ class StoreLane:
                 return [ChunkStatus.MASTER_FAILED] * len(keys)
 
         return await self._call("batch_is_exist", len(keys), context, ask)
-
-    async def remove(self, keys: Sequence[bytes], *, deadline: float) -> list[ChunkStatus]:
-        """Remove keys, never by force."""
-        return await self._loader.remove(keys, deadline=deadline)
 
     def held_back(self, key: bytes) -> bool:
         """Whether a writer of the key died and the store has not dropped its half-written object yet."""

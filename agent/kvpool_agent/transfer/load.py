@@ -102,6 +102,11 @@ class LoadRun(Run):
                 await to_the_end([landing])
                 landing.result()
 
+    def given_up(self) -> None:
+        """NO_SAVE_AFTER_FAILURE: the load was released. It counts as failed from its start, whatever has landed."""
+        if len(self.table):
+            self._on_failure(self._job.start)
+
     def result(self) -> TransferResult:
         """What became of the load; call once, when `move` has ended however it ended."""
         self.settle()
@@ -217,17 +222,15 @@ class LoadRun(Run):
     def _resume_length(self, failed: Sequence[ChunkFailure]) -> int:
         """PRUNE_ONCE: the coordinator's own search, prune off, over what this rank knows to be there.
 
-        There is what arrived, what ends at or before the start, and what another rank holds (it reports for itself).
+        There is what arrived, and what another rank holds (it reports for itself); the coordinator adds what is local.
         """
         plan = self._job.plan
         if not failed:
             return plan.hit_length
         arrived = [group.mask.copy() for group in plan.groups]
-        for group, size in enumerate(self.session.block_sizes):
-            arrived[group][: self._job.start // size] = True
         for failure in failed:
             arrived[failure.group][failure.chunk] = False
-        return self.session.coordinator.resume_length(plan, arrived)
+        return self.session.coordinator.resume_length(plan, arrived, start=self._job.start)
 
     def _measure(self, good: int, failed: int) -> None:
         corrupt, evicted = self.count(FailReason.CORRUPT), self.count(FailReason.EVICTED)

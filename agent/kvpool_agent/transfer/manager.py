@@ -8,25 +8,27 @@ Refuses: more transfers than the limit (BOUNDED), to retry, and to outlive its s
 """
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Callable
 from typing import Final
 
+from opentelemetry import context as otel_context
+
 from kvpool_agent.coordinator import KVCoordinator
 from kvpool_agent.store.protocol import Loader, Prober
 from kvpool_agent.transfer.background import Background
-from kvpool_agent.transfer.burial import Burials
 from kvpool_agent.transfer.chunks import ChunkTable, load_table, save_table
 from kvpool_agent.transfer.errors import Draining, QueueFull, SessionClosed
 from kvpool_agent.transfer.fence import BlockTable, Hold, wait_gone
+from kvpool_agent.transfer.guard import Shared
 from kvpool_agent.transfer.lane import StoreLane
-from kvpool_agent.transfer.ledger import FailureLedger
 from kvpool_agent.transfer.load import LoadRun
+from kvpool_agent.transfer.removals import Why
 from kvpool_agent.transfer.ring import Ring
 from kvpool_agent.transfer.save import SaveRun
 from kvpool_agent.transfer.session import Session
 from kvpool_agent.transfer.settings import TransferSettings
-from kvpool_agent.transfer.tombstones import Tombstones
 from kvpool_agent.transfer.types import (
     BlockMover,
     FailReason,
@@ -52,6 +54,8 @@ class TransferManager:
     def __init__(  # noqa: PLR0913 - the session's parts are wired here and nowhere else
         self,
         *,
+        engine_id: str,
+        shared: Shared,
         coordinator: KVCoordinator,
         keyspace: KeySpace,
         layout: WorkerLayout,
@@ -60,13 +64,14 @@ class TransferManager:
         ring: Ring,
         mover: BlockMover,
         settings: TransferSettings,
-        tombstones: Tombstones,
         metrics: TransferMetrics,
         on_done: Callable[[TransferResult], None],
     ) -> None:
         """Serve one session; needs a running event loop.
 
         Args:
+            engine_id: equal for all sessions of one engine.
+            shared: the agent's.
             coordinator: of the session's identity.
             keyspace: of the session's identity.
             layout: what this rank declared.
@@ -75,7 +80,6 @@ class TransferManager:
             ring: the session's, cut for `layout.max_chunk_bytes`.
             mover: between ring and blocks; closed with the manager.
             settings: limits.
-            tombstones: the agent's.
             metrics: the agent's.
             on_done: takes each result, on the event loop; must not block.
         """
@@ -83,8 +87,9 @@ class TransferManager:
         self._on_done = on_done
         self._loader = loader
         self._background = Background()
-        self._ledger = FailureLedger(capacity=settings.failed_requests)
-        self._blocks = BlockTable(len(layout.groups))
+        self._engine_id = engine_id
+        self._shared = shared
+        self._blocks = BlockTable(len(layout.groups), overlap=layout.overlap)
         lane = StoreLane(
             loader=loader,
             prober=prober,
@@ -92,9 +97,6 @@ class TransferManager:
             metrics=metrics,
             background=self._background,
             quarantine_share=settings.quarantine_share,
-        )
-        self._burials = Burials(
-            lambda keys, deadline: lane.remove(keys, deadline=deadline), lease_seconds=settings.lease_seconds
         )
         # Half of the ring at most, so that a batch can be landing while the next one arrives.
         batch = min(settings.batch_chunks, settings.batch_bytes // ring.slot_bytes, ring.slots // 2)
@@ -106,17 +108,17 @@ class TransferManager:
             lane=lane,
             mover=mover,
             verifier=Verifier(settings.integrity, sample_share=settings.sample_share),
-            tombstones=tombstones,
+            tombstones=shared.tombstones,
             metrics=metrics,
             background=self._background,
             batch=max(1, batch),
         )
         self._runs: dict[int, LoadRun | SaveRun] = {}
-        self._trailing: set[SaveRun] = set()
         self._drives: set[asyncio.Task[None]] = set()
-        self._last = 0
         self._draining = False
         self._closed = False
+        self._left = False
+        shared.guard.join(engine_id, self._cut)
 
     @property
     def in_flight(self) -> int:
@@ -139,13 +141,20 @@ class TransferManager:
         self._admit()
         table = load_table(self._session.coordinator, self._session.layout, job)
         hold = self._claim(TransferKind.LOAD, job.request_id, table)
+        begun = self._shared.guard.now()
         run = LoadRun(
             self._session,
             job,
             table=table,
             hold=hold,
-            on_failure=lambda position: self._load_failed(hold, position),
-            on_corrupt=self._burials.add,
+            on_failure=lambda position: self._shared.guard.failed(
+                self._engine_id,
+                request_id=job.request_id,
+                attempt=job.attempt,
+                position=position,
+                since=begun,
+            ),
+            on_corrupt=lambda keys: self._shared.removals.add(keys, Why.CORRUPT),
         )
         self._start(run, job.deadline)
         return hold.transfer, len(table)
@@ -162,7 +171,15 @@ class TransferManager:
         if not len(table):
             return SaveStart(0, 0, skipped)
         hold = self._claim(TransferKind.SAVE, job.request_id, table)
-        run = SaveRun(self._session, job, table=table, hold=hold)
+        run = SaveRun(
+            self._session,
+            job,
+            table=table,
+            hold=hold,
+            on_put=lambda puts: self._shared.guard.put(
+                self._engine_id, puts, request_id=job.request_id, attempt=job.attempt
+            ),
+        )
         self._start(run, job.deadline)
         return SaveStart(hold.transfer, len(table), skipped)
 
@@ -199,8 +216,10 @@ class TransferManager:
         while self._drives:
             await asyncio.wait(self._drives)
         await self._loader.close()
-        await self._burials.close()
         await self._background.wait()
+        if not self._left:
+            self._left = True
+            self._shared.guard.leave(self._engine_id, self._cut)
 
     def _admit(self) -> None:
         if self._closed:
@@ -214,18 +233,25 @@ class TransferManager:
 
     def _claim(self, kind: TransferKind, request_id: str, table: ChunkTable) -> Hold:
         hold = self._blocks.claim(
-            transfer=self._last + 1, request_id=request_id, kind=kind, blocks=table.blocks_by_group()
+            transfer=self._shared.ids.next(),
+            request_id=request_id,
+            kind=kind,
+            blocks=table.blocks_by_group(),
         )
-        self._last += 1
         return hold
 
     def _start(self, run: LoadRun | SaveRun, deadline: float) -> None:
         self._runs[run.hold.transfer] = run
+        # The run's span is the current one in all that it begins, so that its log lines carry the trace's ids.
+        traced = contextvars.copy_context()
+        traced.run(otel_context.attach, run.context)
         task = asyncio.get_running_loop().create_task(
-            self._drive(run, deadline), name=f"{run.hold.kind.name.lower()} {run.hold.transfer}"
+            self._drive(run, deadline),
+            name=f"{run.hold.kind.name.lower()} {run.hold.transfer}",
+            context=traced,
         )
         self._drives.add(task)
-        task.add_done_callback(self._drive_ended)
+        task.add_done_callback(self._drive_ended, context=traced)
 
     async def _drive(self, run: LoadRun | SaveRun, deadline: float) -> None:
         """One transfer from its start to its one result."""
@@ -237,14 +263,7 @@ class TransferManager:
             run.hold.finish()
             del self._runs[run.hold.transfer]
             result = run.result()
-            self._trail(run)
             self._on_done(result)
-
-    def _trail(self, run: LoadRun | SaveRun) -> None:
-        """Keep a save whose last put goes on: a load that fails meanwhile must still reach it."""
-        if isinstance(run, SaveRun) and run.trailing is not None:
-            self._trailing.add(run)
-            run.trailing.add_done_callback(lambda _: self._trailing.discard(run))
 
     def _drive_ended(self, task: "asyncio.Task[None]") -> None:
         self._drives.discard(task)
@@ -261,27 +280,28 @@ class TransferManager:
         for number, run in self._runs.items():
             if transfer in (None, number) and request_id in (None, run.hold.request_id):
                 holds[number] = run.hold
+                if isinstance(run, LoadRun):
+                    run.given_up()
         for hold in holds.values():
             hold.stop(FailReason.CANCELLED)
         return list(holds.values())
 
-    def _load_failed(self, hold: Hold, position: int) -> None:
-        """NO_SAVE_AFTER_FAILURE: from now on, and for what is being saved right now."""
-        self._ledger.record(request_id=hold.request_id, transfer=hold.transfer, position=position)
-        for run in [*self._runs.values(), *self._trailing]:
-            if isinstance(run, SaveRun) and run.hold.request_id == hold.request_id:
+    def _cut(self, request_id: str, attempt: int, position: int) -> None:
+        """NO_SAVE_AFTER_FAILURE: a load failed, here or on another rank: stop what is being saved right now."""
+        for run in list(self._runs.values()):
+            if isinstance(run, SaveRun) and run.hold.request_id == request_id and run.attempt <= attempt:
                 run.cut(position)
 
     def _allowed(self, table: ChunkTable, job: SaveJob) -> tuple[ChunkTable, str]:
         """NO_SAVE_AFTER_FAILURE: leave out what a failed load forbids, and say which."""
-        barrier = self._ledger.barrier(request_id=job.request_id, recomputed_after=job.recomputed_after)
+        barrier = self._shared.guard.barrier(self._engine_id, request_id=job.request_id, attempt=job.attempt)
         if barrier is None or not len(table):
             return table, ""
-        transfer, position = barrier
-        allowed = table.where(table.ends(self._session.block_sizes) <= position)
+        allowed = table.where(table.ends(self._session.block_sizes) <= barrier.position)
         if len(allowed) == len(table):
             return table, ""
         return allowed, (
-            f"load {transfer} failed at token {position}: {len(table) - len(allowed)} chunks at or past it are not "
-            "saved before the engine says that it has recomputed them (recomputed_after)"
+            f"a load of attempt {barrier.attempt} failed at token {barrier.position}: "
+            f"{len(table) - len(allowed)} chunks at or past it are not saved in attempt {job.attempt}; save what was "
+            "computed again under a higher attempt"
         )

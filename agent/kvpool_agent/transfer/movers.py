@@ -41,13 +41,13 @@ class MappedMover:
         """`mapped`."""
         return "mapped"
 
-    async def order(self, ordering: pb.Ordering) -> None:
+    async def order(self, ordering: pb.Ordering, *, give_up: Callable[[], bool]) -> None:
         """See `BlockMover.order`."""
         if self._moves.closed:
             raise MoverFailed("the session is over: the engine's memory is not mapped any more")
         with self._moves.one():
             try:
-                await self._workers.call(lambda: self._pool.wait_ordering(ordering))
+                await self._workers.call(lambda: self._pool.wait_ordering(ordering, give_up=give_up))
             except PoolError as error:
                 raise MoverFailed(f"the engine's blocks may not be touched yet: {error}") from error
 
@@ -133,9 +133,9 @@ class CopyMover:
         """`copy`."""
         return "copy"
 
-    async def order(self, ordering: pb.Ordering) -> None:
+    async def order(self, ordering: pb.Ordering, *, give_up: Callable[[], bool]) -> None:
         """The client orders its own copies after its own kernels; there is nothing to prove to the agent."""
-        del ordering
+        del ordering, give_up
 
     async def land(self, items: Sequence[MoveItem], check: Check, *, ticket: Ticket) -> list[LandOutcome]:
         """See `BlockMover.land`."""

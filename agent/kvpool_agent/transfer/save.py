@@ -2,7 +2,8 @@
 
 While one put is in flight the next batch is collected. Promises (WHOLE_OR_ABSENT): only chunks that were collected in
 full and sealed are put, a put makes a key visible with all its bytes or not at all, and a save that was stopped puts no
-further batch. Promises (NO_SAVE_AFTER_FAILURE): `cut` stops it and takes back what it had put at or past the position.
+further batch. Promises (NO_SAVE_AFTER_FAILURE): `cut` stops it, and every batch that was put, or may have been, is told
+to `on_put`, which takes back what must not be there.
 A chunk counts as saved only when the store, asked again, has it: the store answers success to much else. Refuses: to
 overwrite (what is there is the same chunk by its key), and to save what is tombstoned or held back.
 """
@@ -10,7 +11,7 @@ overwrite (what is there is the same chunk by its key), and to save what is tomb
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,14 +20,17 @@ from kvpool_agent.store.protocol import ChunkStatus, PutItem
 from kvpool_agent.transfer.chunks import ChunkTable
 from kvpool_agent.transfer.errors import MoverFailed, RingBroken
 from kvpool_agent.transfer.fence import Hold, Stopped, done_unless_stopped, unless_stopped
+from kvpool_agent.transfer.guard import Put
 from kvpool_agent.transfer.lane import SAVE_REASONS
 from kvpool_agent.transfer.session import Run, Session
 from kvpool_agent.transfer.types import FailReason, Landed, SaveJob, TransferKind, TransferResult
 
 _log: Final = logging.getLogger(__name__)
 
-_REVOKE_SECONDS: Final = 5.0
-"""For removing what must not have been saved; it is tombstoned on this node in any case."""
+_NOT_PUT: Final = frozenset(
+    {ChunkStatus.NOT_ATTEMPTED, ChunkStatus.NOT_READY, ChunkStatus.FULL, ChunkStatus.INVALID}
+)
+"""Statuses after which nothing of this save is stored; what another has put under the key is not ours to revoke."""
 
 _HOPELESS: Final = {
     ChunkStatus.FULL: FailReason.STORE_FULL,
@@ -38,8 +42,24 @@ _HOPELESS: Final = {
 class SaveRun(Run):
     """One save under way."""
 
-    def __init__(self, session: Session, job: SaveJob, *, table: ChunkTable, hold: Hold) -> None:
-        """Prepare; nothing is touched yet."""
+    def __init__(
+        self,
+        session: Session,
+        job: SaveJob,
+        *,
+        table: ChunkTable,
+        hold: Hold,
+        on_put: Callable[[Sequence[Put]], None],
+    ) -> None:
+        """Prepare; nothing is touched yet.
+
+        Args:
+            session: what it shares with others.
+            job: validated.
+            table: its chunks on this rank.
+            hold: on their blocks.
+            on_put: called with the chunks of a batch once its put is over.
+        """
         super().__init__(
             session,
             table=table,
@@ -51,6 +71,7 @@ class SaveRun(Run):
         )
         self._job = job
         self._ends = table.ends(session.block_sizes)
+        self._on_put = on_put
         self._put_rows: set[int] = set()
         self._cut_at: int | None = None
         self._putting: asyncio.Task[None] | None = None
@@ -82,18 +103,17 @@ class SaveRun(Run):
                 self.session.ring.free(item.offset for item in staged.items)
 
     @property
-    def trailing(self) -> "asyncio.Task[None] | None":
-        """A put that goes on although the save has ended, None if there is none."""
-        return None if self._putting is None or self._putting.done() else self._putting
+    def attempt(self) -> int:
+        """The job's."""
+        return self._job.attempt
 
     def cut(self, position: int) -> None:
-        """NO_SAVE_AFTER_FAILURE: stop, and take back what was put at or past token `position`."""
+        """NO_SAVE_AFTER_FAILURE: stop; what was put at or past token `position` is not saved any more."""
         if not (self._ends > position).any():
             return
         self._cut_at = position if self._cut_at is None else min(position, self._cut_at)
         self.hold.stop(FailReason.CANCELLED)
-        if self.trailing is None:
-            self._revoke()  # else the put does it when it is over
+        self._fail_cut()
 
     def result(self) -> TransferResult:
         """What became of the save; call once, when `move` has ended however it ended."""
@@ -204,11 +224,15 @@ class SaveRun(Run):
         """Put one batch and ask for it again; its slots are given back."""
         if not staged.rows:
             return
-        self._put_rows.update(staged.rows)
+        # If it ends with an error nobody knows: any of them may be there.
+        put_rows = list(staged.rows)
         try:
             statuses = await self.session.lane.store(
                 staged.items, hold=self.hold, deadline=self.deadline, context=self.context
             )
+            put_rows = [
+                row for row, status in zip(staged.rows, statuses, strict=True) if status not in _NOT_PUT
+            ]
             rows = [
                 row for row, status in zip(staged.rows, statuses, strict=True) if status is ChunkStatus.OK
             ]
@@ -221,8 +245,9 @@ class SaveRun(Run):
         except Stopped:
             self.session.metrics.late_completion()
         finally:
-            if self._cut_at is not None:
-                self._revoke()
+            self._put_rows.update(put_rows)
+            self._fail_cut()
+            self._on_put([Put(self.key(row), int(self._ends[row])) for row in put_rows])
 
     def _note(
         self, rows: Sequence[int], statuses: Sequence[ChunkStatus], present: dict[int, ChunkStatus]
@@ -243,31 +268,11 @@ class SaveRun(Run):
                 self.fail_rest(reason)
                 self._hopeless = True
 
-    def _revoke(self) -> None:
-        """Take back what was put at or past the cut."""
+    def _fail_cut(self) -> None:
+        """What was put past the cut is not reported as good."""
         cut = self._cut_at
-        rows = sorted(row for row in self._put_rows if cut is not None and self._ends[row] > cut)
-        if not rows:
-            return
-        self._put_rows.difference_update(rows)
-        if not self._reported:
-            self.mark_failed(rows, FailReason.CANCELLED)
-        keys = [self.key(row) for row in rows]
-        self.session.background.start(self._take_back(keys), name=f"revoke save {self.hold.transfer}")
-
-    async def _take_back(self, keys: Sequence[bytes]) -> None:
-        deadline = asyncio.get_running_loop().time() + _REVOKE_SECONDS
-        statuses = await self.session.lane.remove(keys, deadline=deadline)
-        gone = (ChunkStatus.OK, ChunkStatus.ABSENT)
-        left = [key for key, status in zip(keys, statuses, strict=True) if status not in gone]
-        if left:
-            self.session.tombstones.add(left)
-            _log.error(
-                "NO_SAVE_AFTER_FAILURE: %d chunks of save %d could not be taken back (%s first); a miss on this node",
-                len(left),
-                self.hold.transfer,
-                left[0].decode("ascii", "replace"),
-            )
+        if cut is not None and not self._reported:
+            self.mark_failed((row for row in self._put_rows if self._ends[row] > cut), FailReason.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)

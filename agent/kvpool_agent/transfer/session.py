@@ -99,7 +99,8 @@ class Run:
 
         async def attempt() -> MoverFailed | None:
             try:
-                await self.session.mover.order(ordering)
+                # BOUNDED: stopped at the deadline at the latest, and the thread that waits for the device ends with it.
+                await self.session.mover.order(ordering, give_up=lambda: self.hold.stopped)
             except MoverFailed as error:
                 return error
             return None

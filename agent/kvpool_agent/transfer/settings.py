@@ -30,15 +30,9 @@ class TransferSettings:
     sample_share: float = 0.125
     """With Sampled: the share of keys, chosen by their digest, whose checksum is verified."""
 
-    failed_requests: int = 65_536
-    """Failed loads that a session remembers (NO_SAVE_AFTER_FAILURE); the oldest is forgotten first."""
-
-    lease_seconds: float = 10.0
-    """A corrupt key is removed when the lease that the lookup took has lapsed."""
-
     def __post_init__(self) -> None:
         """Refuse limits under which nothing could ever move."""
-        for name in ("batch_chunks", "batch_bytes", "max_transfers", "mover_threads", "failed_requests"):
+        for name in ("batch_chunks", "batch_bytes", "max_transfers", "mover_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TransferSettings.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("quarantine_share", "sample_share"):

@@ -38,6 +38,10 @@ class Tombstones:
         while len(self._until) > self._capacity:
             del self._until[next(iter(self._until))]
 
+    def discard(self, key: bytes) -> None:
+        """The key is gone from the store: what comes under it next is not what was buried."""
+        self._until.pop(key, None)
+
     def __contains__(self, key: object) -> bool:
         """Whether the key is buried now."""
         until = self._until.get(key) if isinstance(key, bytes) else None

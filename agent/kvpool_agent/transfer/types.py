@@ -102,6 +102,7 @@ class LoadJob:
         blocks: per group the ids of blocks start // block_size .. ceil(hit / block_size).
         deadline: `loop.time()`; what has not landed by then is reported TIMED_OUT.
         ordering: the proof that earlier kernels have left the blocks.
+        attempt: the engine's number of this computation of the request (NO_SAVE_AFTER_FAILURE).
         context: the caller's trace context.
     """
 
@@ -114,6 +115,7 @@ class LoadJob:
     blocks: tuple[NDArray[np.int32], ...]
     deadline: float
     ordering: pb.Ordering
+    attempt: int
     context: Context | None = None
 
 
@@ -130,7 +132,7 @@ class SaveJob:
         num_prompt_tokens: with a retention interval, what a replay of the prompt needs is kept too.
         blocks: per group the ids of blocks start // block_size .. end // block_size.
         deadline: `loop.time()`.
-        recomputed_after: the last failed load whose tail the engine has recomputed, 0 = none (NO_SAVE_AFTER_FAILURE).
+        attempt: the engine's number of this computation of the request (NO_SAVE_AFTER_FAILURE).
         ordering: the proof that the forward pass has finished.
         context: the caller's trace context.
     """
@@ -143,7 +145,7 @@ class SaveJob:
     num_prompt_tokens: int | None
     blocks: tuple[NDArray[np.int32], ...]
     deadline: float
-    recomputed_after: int
+    attempt: int
     ordering: pb.Ordering
     context: Context | None = None
 
@@ -269,11 +271,15 @@ class BlockMover(Protocol):
         """`mapped` or `copy`."""
         ...
 
-    async def order(self, ordering: pb.Ordering) -> None:
+    async def order(self, ordering: pb.Ordering, *, give_up: Callable[[], bool]) -> None:
         """Wait until the blocks may be touched.
 
+        Args:
+            ordering: the engine's proof.
+            give_up: asked in worker threads while the call waits; True ends it (BOUNDED).
+
         Raises:
-            MoverFailed: the proof is missing or cannot be used.
+            MoverFailed: the proof is missing or cannot be used, or did not come before `give_up` said True.
         """
         ...
 

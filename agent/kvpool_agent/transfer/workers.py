@@ -1,10 +1,12 @@
 """A few threads for hashing and copying, waited for to the end.
 
 Promises: `split` returns, raises or is cancelled only when none of its threads is still at work. A copy that goes on
-after its caller has gone would write blocks that nobody holds (FENCED). Refuses: to interrupt a thread.
+after its caller has gone would write blocks that nobody holds (FENCED). The threads see their caller's context
+variables, the current span among them. Refuses: to interrupt a thread.
 """
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -26,12 +28,19 @@ class Workers:
             return []
         loop = asyncio.get_running_loop()
         ranges = [range(first, min(first + size, count)) for first in range(0, count, size)]
-        futures = [loop.run_in_executor(self._executor, work, part) for part in ranges]
+        # One copy of the context each: none can be entered twice, and log lines of the threads want its trace.
+        futures = [
+            loop.run_in_executor(self._executor, contextvars.copy_context().run, work, part)
+            for part in ranges
+        ]
         return [result for part in await _all_of(futures) for result in part]
 
     async def call(self, work: Callable[[], T]) -> T:
         """Run one call in a thread."""
-        [result] = await _all_of([asyncio.get_running_loop().run_in_executor(self._executor, work)])
+        context = contextvars.copy_context()
+        [result] = await _all_of(
+            [asyncio.get_running_loop().run_in_executor(self._executor, context.run, work)]
+        )
         return result
 
     def close(self) -> None:

@@ -38,6 +38,11 @@ async def until(condition: Callable[[], bool], seconds: float, what: str) -> flo
     return time.monotonic() - begun
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
 def run_agent(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "kvpool_agent", *arguments],
@@ -100,6 +105,7 @@ async def test_drain_tells_engines_and_serves_what_is_under_way(make_agent: Make
         agent.process.send_signal(signal.SIGTERM)
         await until(lambda: any(e.HasField("draining") for e in rank.other), 10, "no Draining event came")
         assert agent.get("/readyz") == (503, "draining\n")
+        assert agent.get("/healthz") == (200, "ok\n"), "who drains must not be killed"
         answer = await engine.lookup("drain", 6)
         assert (answer.miss_reason, answer.plan.hit_length) == (pb.DRAINING, 0)
         save = pb.SaveRequest(request_id="drain", hash_size=32, hashes=b"".join(model.hashes("drain", 6)))
@@ -179,8 +185,14 @@ def test_a_taken_port_is_named(agent: AgentProcess, make_agent: MakeAgent) -> No
 async def test_without_a_master_the_agent_serves_misses_and_recovers(
     make_agent: MakeAgent, tmp_path: Path
 ) -> None:
-    port, http_port = free_ports(2)
-    agent = make_agent(f"127.0.0.1:{port}").start()
+    port, http_port, page_port = free_ports(3)
+    agent = make_agent(f"127.0.0.1:{port}", telemetry={"port": page_port}).launch()
+    agent.http = f"127.0.0.1:{page_port}"
+    # The store's first processes are waited for, so that an agent without a master is at its start for a while.
+    await until(lambda: listens(page_port), 20, "no health page")
+    assert agent.get("/readyz") == (503, "starting\n")
+    assert agent.get("/healthz") == (200, "ok\n"), "who is starting must not be restarted"
+    await asyncio.to_thread(agent.wait_for, "ready", 30)
     master = Master(tmp_path, port=port, http_port=http_port)
     try:
         async with engine_on_wire(agent.directory, "engine") as engine:
@@ -188,8 +200,11 @@ async def test_without_a_master_the_agent_serves_misses_and_recovers(
             assert (await engine.lookup("x", 8)).miss_reason == pb.STORE_UNAVAILABLE
             assert time.monotonic() - begun < 5
             status = await engine.scheduler.call("Status", pb.StatusRequest())
-            assert (status.store_reachable, status.store_last_success_age_s) == (False, float("inf"))
+            assert not status.store_reachable
+            assert not status.HasField("store_last_success_age_s"), "absent: it has never answered"
+            assert status.integrity == "Always"
             assert agent.get("/readyz")[0] == 200, "its engines lose nothing by staying"
+            assert agent.get("/healthz") == (200, "ok\n")
             await asyncio.to_thread(master.start)
 
             async def answered() -> bool:
@@ -199,6 +214,9 @@ async def test_without_a_master_the_agent_serves_misses_and_recovers(
             while not await answered():
                 assert time.monotonic() < deadline, "the store never came back"
                 await asyncio.sleep(0.1)
+            status = await engine.scheduler.call("Status", pb.StatusRequest())
+            assert status.HasField("store_last_success_age_s")
+            assert status.store_last_success_age_s < 25
     finally:
         master.kill()
 

@@ -42,3 +42,22 @@ async def test_what_one_engine_saved_another_node_loads(
         assert [list(result.failed) for result in results] == [[], []]
         assert {result.resume_length for result in results} == {plan.hit_length}
         loader.check_loaded(prompt, plan, blocks)
+
+
+@pytest.mark.parametrize("mode", [pb.MAPPED, pb.COPY])
+async def test_a_plan_is_loaded_at_an_agent_that_never_saw_its_lookup(
+    agent: AgentProcess, other_agent: AgentProcess, mode: pb.Mode.ValueType
+) -> None:
+    prompt = f"travels {mode}"
+    blocks = LOADED_INTO[: UNITS - 1]
+    async with engine_on_wire(agent.directory, "engine-far", mode, mode) as asker:
+        await asker.save(prompt, UNITS, SAVED_IN)
+        found = (await asker.lookup(prompt, UNITS)).plan
+        assert found.hit_length == (UNITS - 1) * 16
+    # As an engine does whose ranks sit on other nodes than its scheduler: the plan's bytes are all that travels.
+    plan = pb.Plan.FromString(found.SerializeToString())
+    async with engine_on_wire(other_agent.directory, "engine-far", mode, mode) as loader:
+        results = await loader.load(prompt, plan, blocks)
+        assert [list(result.failed) for result in results] == [[], []]
+        assert {result.resume_length for result in results} == {plan.hit_length}
+        loader.check_loaded(prompt, plan, blocks)

@@ -14,7 +14,7 @@ from kvpool_wire import agent_pb2 as pb
 from support import hybrid_engine as model
 from support.agents import AgentProcess
 from support.engine_on_wire import EngineOnWire, engine_on_wire
-from support.otlp_double import collector
+from support.otlp_double import Collector, collector
 
 MakeAgent = Callable[..., AgentProcess]
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -62,13 +62,41 @@ async def traced(engine: EngineOnWire, prompt: str, *, sampled: bool) -> None:
     """A lookup, a save and a load of a caller with a trace of its own."""
     parent = (("traceparent", f"00-{TRACE}-{PARENT}-{'01' if sampled else '00'}"),)
     chain = b"".join(model.hashes(prompt, 6))
-    await engine.save(prompt, 6, list(range(1, 7)))
+    save = pb.SaveRequest(
+        request_id=prompt,
+        hash_size=32,
+        hashes=chain,
+        end=6 * model.BLOCK,
+        blocks=[model.ids(list(range(1, 7)))] * 2,
+        ordering=pb.Ordering(synchronised=True),
+    )
+    for ranked in engine.ranks:
+        started = await ranked.client.call("Save", save, more=parent)
+        assert not (await asyncio.wait_for(ranked.result(started.transfer), 20)).failed
     request = pb.LookupRequest(request_id=prompt, total_hashes=6, hash_size=32, hashes=chain, max_length=96)
     found = await engine.scheduler.call("Lookup", request, more=parent)
     for ranked in engine.ranks:
         load = engine.load_request(prompt, found.plan, list(range(20, 25)))
         started = await ranked.client.call("Load", load, more=parent)
         await asyncio.wait_for(ranked.result(started.transfer), 20)
+
+
+def span_ids(otlp: Collector, parent: str) -> dict[str, set[str]]:
+    """Ids of the spans right below `parent`, by name."""
+    found: dict[str, set[str]] = {}
+    for span in otlp.spans():
+        if span.parent_span_id.hex() == parent:
+            found.setdefault(span.name, set()).add(span.span_id.hex())
+    return found
+
+
+def below(otlp: Collector, parents: set[str]) -> dict[str, set[str]]:
+    """Names of the spans right below any of `parents`, with those of them that have such a one."""
+    found: dict[str, set[str]] = {}
+    for span in otlp.spans():
+        if span.parent_span_id.hex() in parents:
+            found.setdefault(span.name, set()).add(span.parent_span_id.hex())
+    return found
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
@@ -88,19 +116,26 @@ async def test_spans_and_histograms_reach_a_collector(make_agent: MakeAgent, pro
             },
         ).start()
         async with engine_on_wire(agent.directory, "engine-trace") as engine:
-            await traced(engine, protocol, sampled=False)
-            await traced(engine, protocol, sampled=True)
-        wanted = {"kvpool.lookup", "kvpool.load", "mooncake.batch_get", "mooncake.batch_is_exist"}
+            await traced(engine, f"{protocol} unsampled", sampled=False)
+            await traced(engine, f"{protocol} sampled", sampled=True)
+        # One lookup; a save and a load on each of two ranks.
+        wanted = {"kvpool.lookup": 1, "kvpool.save": 2, "kvpool.load": 2}
         await asyncio.to_thread(
-            otlp.wait, lambda: wanted <= {s.name for s in otlp.spans() if s.trace_id.hex() == TRACE}
+            otlp.wait, lambda: wanted == {name: len(ids) for name, ids in span_ids(otlp, PARENT).items()}
         )
-        spans = {span.name: span for span in otlp.spans() if span.trace_id.hex() == TRACE}
-        assert sum(span.name == "kvpool.lookup" for span in otlp.spans()) == 1, (
-            "an unsampled caller costs no span"
-        )
-        assert spans["kvpool.lookup"].parent_span_id.hex() == PARENT
-        assert spans["kvpool.load"].parent_span_id.hex() == PARENT
-        assert spans["mooncake.batch_is_exist"].parent_span_id == spans["kvpool.lookup"].span_id
+        assert {span.trace_id.hex() for span in otlp.spans()} == {TRACE}, "an unsampled caller costs no span"
+        ours = span_ids(otlp, PARENT)
+        assert {name: set(below(otlp, ids)) for name, ids in ours.items()} == {
+            "kvpool.lookup": {"mooncake.batch_is_exist"},
+            "kvpool.save": {"mooncake.batch_is_exist", "mooncake.batch_put"},
+            "kvpool.load": {"mooncake.batch_get"},
+        }
+        for name, parents in (("kvpool.save", "mooncake.batch_put"), ("kvpool.load", "mooncake.batch_get")):
+            assert below(otlp, ours[name])[parents] == ours[name], "each transfer has a request of its own"
+        known = {entry.name: set(entry.attributes) for entry in names.SPANS}
+        for span in otlp.spans():
+            assert {attribute.key for attribute in span.attributes} == known[span.name]
+            assert not span.links
         await asyncio.to_thread(
             otlp.wait, lambda: set(otlp.metrics()) >= {entry.name for entry in names.METRICS}
         )

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,13 @@ def family(mark: str) -> dict[int, str]:
     return found
 
 
+def wait_for_program(demo: subprocess.Popen[str], mark: str, words: str) -> None:
+    """Return when one of the demo's children runs a command with `words` in it; no event tells of an exec."""
+    while not any(words in command for command in family(mark).values()):
+        assert demo.poll() is None
+        time.sleep(0.05)  # noqa: TID251 - an exec has no event
+
+
 def wait_for_exit(pids: dict[int, str], seconds: float) -> None:
     """Block on the processes' own descriptors; a process that is gone already has none."""
     for pid in pids:
@@ -53,16 +60,38 @@ def wait_for_exit(pids: dict[int, str], seconds: float) -> None:
             os.close(descriptor)
 
 
-@pytest.fixture
-def leftovers() -> Iterator[None]:
-    """Neither a folder with sockets nor shared memory may stay."""
-    before = set(Path("/tmp").glob("kvpool-*")) | set(Path("/dev/shm").iterdir())
-    yield
-    assert set(Path("/tmp").glob("kvpool-*")) | set(Path("/dev/shm").iterdir()) <= before
+def belongings(mark: str) -> set[Path]:
+    """The demo's folder, read off its children's command lines, and what its processes have of /dev/shm.
+
+    Looked up by the mark, so that a demo beside this one, or anything else on the machine, plays no part.
+    """
+    found: set[Path] = set()
+    for pid, command in family(mark).items():
+        found |= {Path(folder) for folder in re.findall(r"/tmp/kvpool-\w+", command)}
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found |= {Path(path) for path in re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE)}
+    return found
 
 
-def test_the_demo_tells_its_story_and_is_right(leftovers: None) -> None:
+def read_until(demo: subprocess.Popen[str], words: str) -> None:
+    assert demo.stdout is not None
+    while words not in (line := demo.stdout.readline()):
+        assert line, f"it ended before it said {words!r}"
+
+
+def check_nothing_is_left(mark: str, belonging: set[Path]) -> None:
+    assert family(mark) == {}
+    assert any(path.name.startswith("kvpool-") for path in belonging), "its folder was seen while it lived"
+    assert not [path for path in belonging if path.exists()]
+
+
+def test_the_demo_tells_its_story_and_is_right() -> None:
     demo = start("story")
+    read_until(demo, "computes three prompts")
+    belonging = belongings("story")
     text, _ = demo.communicate(timeout=150)
 
     lines = text.splitlines()
@@ -74,10 +103,10 @@ def test_the_demo_tells_its_story_and_is_right(leftovers: None) -> None:
     )
     assert " 0 blocks wrong, 0 blocks written that nobody asked for" in text
     assert "└─ kvpool.load" in text
-    assert family("story") == {}
+    check_nothing_is_left("story", belonging)
 
 
-def test_json_is_one_object(leftovers: None) -> None:
+def test_json_is_one_object() -> None:
     demo = start("json", "--json")
     text, _ = demo.communicate(timeout=150)
 
@@ -87,36 +116,40 @@ def test_json_is_one_object(leftovers: None) -> None:
     assert account["faults"] == []
     assert account["failed_chunks"] > 0
     assert account["right_bytes"] > account["loaded_bytes"] > 0
+    assert family("json") == {}
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_leaves_nothing(leftovers: None, signum: signal.Signals) -> None:
-    demo = start(f"signal {signum}")
-    assert demo.stdout is not None
-    while "computes three prompts" not in demo.stdout.readline():
-        assert demo.poll() is None
+@pytest.mark.parametrize(
+    ("signum", "moment"),
+    [(signal.SIGINT, "kvpool_agent"), (signal.SIGTERM, "kvpool_demo.engine rank")],
+    ids=["Ctrl-C while the agents start", "SIGTERM while the engines start"],
+)
+def test_an_interrupted_demo_leaves_nothing(signum: signal.Signals, moment: str) -> None:
+    mark = f"signal {signum}"
+    demo = start(mark)
+    read_until(demo, "Starting")
+    wait_for_program(demo, mark, moment)
+    belonging = belongings(mark)
 
     demo.send_signal(signum)
     text, _ = demo.communicate(timeout=60)
 
     assert demo.returncode == 130, text
     assert text.splitlines()[-1].startswith("demo: FAILED interrupted")
-    assert family(f"signal {signum}") == {}
+    check_nothing_is_left(mark, belonging)
 
 
 def test_a_killed_demo_takes_its_processes_along() -> None:
-    before = set(Path("/tmp").glob("kvpool-*"))
     demo = start("killed")
-    assert demo.stdout is not None
-    while "computes three prompts" not in demo.stdout.readline():
-        assert demo.poll() is None
-    started = family("killed")
+    read_until(demo, "computes three prompts")
+    started, belonging = family("killed"), belongings("killed")
 
     demo.kill()
     demo.communicate(timeout=60)
 
     wait_for_exit(started, seconds=20)
-    for folder in set(Path("/tmp").glob("kvpool-*")) - before:
-        shutil.rmtree(folder)  # the one thing that a SIGKILL cannot take along
     assert family("killed") == {}
     assert len(started) >= 9, "a master, two agents and six engine processes at least"
+    for folder in {path for path in belonging if path.is_relative_to("/tmp")}:
+        shutil.rmtree(folder)  # the one thing that a SIGKILL cannot take along
+    assert not [path for path in belonging if path.exists()]

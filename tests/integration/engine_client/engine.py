@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from kvpool_engine.plan import Plan
 from kvpool_engine.shm import SealedStorage
 from kvpool_engine.tensors import Declaration, declare
 from kvpool_engine.transfer import Transfer
-from kvpool_engine.types import Mode, TransferResult
+from kvpool_engine.types import ChunkFailure, Mode, TransferResult
 from support import hybrid_engine as model
 
 FAST = Backoff(first=0.02, longest=0.1, refused=0.2, attach_timeout=20.0)
@@ -38,7 +38,6 @@ class Memory:
     def create(cls, shard: int, *, shared: bool) -> Memory:
         size = model.BLOCKS * model.LAYER_BYTES
         storage = SealedStorage.create(len(LAYER_NAMES) * size)
-        storage.numpy((storage.size,), np.uint8)[:] = BEFORE
         layers = {
             name: storage.numpy((model.BLOCKS, *model.SHAPE), np.float16, offset=place * size)
             for place, name in enumerate(LAYER_NAMES)
@@ -51,10 +50,16 @@ class Memory:
             null_blocks=[0, 0],
             shared=(storage,) if shared else (),
         )
-        return cls(shard, storage, layers, declaration)
+        memory = cls(shard, storage, layers, declaration)
+        memory.scribble()
+        return memory
 
     def read(self, group: int, block: int) -> bytes:
         return b"".join(self.layers[name][block].tobytes() for name in model.LAYERS[group])
+
+    def scribble(self) -> None:
+        """Forget all content."""
+        self.storage.numpy((self.storage.size,), np.uint8)[:] = BEFORE
 
     def write(self, group: int, block: int, content: bytes) -> None:
         flat = np.frombuffer(content, np.float16).reshape(len(model.LAYERS[group]), *model.SHAPE)
@@ -87,18 +92,45 @@ class LibraryEngine:
     async def begin(self, prompt: str, plan: Plan, blocks: Sequence[int], **options: Any) -> list[Transfer]:
         return [await rank.load(prompt, plan, 0, [blocks, blocks], **options) for rank in self.ranks]
 
-    def check(self, prompt: str, plan: Plan, blocks: Sequence[int], *, units: int) -> None:
-        """Every byte of every rank: loaded blocks hold the prompt's content, all others what they held before."""
-        chain = model.hashes(prompt, units)
-        for memory in self.memories:
-            for group, mask in enumerate(plan.masks):
-                loaded = {blocks[chunk]: chunk for chunk in np.flatnonzero(mask).tolist()}
-                for block in range(model.BLOCKS):
-                    found = memory.read(group, block)
-                    wanted = bytes([BEFORE]) * len(found)
-                    if block in loaded:
-                        wanted = model.payload(chain[loaded[block]], group, memory.shard)
-                    assert found == wanted, f"group {group} block {block} of shard {memory.shard}"
+    def check(
+        self,
+        prompt: str,
+        plan: Plan,
+        blocks: Sequence[int],
+        *,
+        units: int,
+        failed: Sequence[Iterable[ChunkFailure]] | None = None,
+    ) -> None:
+        """Every byte of every rank, see `check_memory`; `failed` per rank, none by default."""
+        for memory, lost in zip(self.memories, failed or [()] * len(self.memories), strict=True):
+            check_memory(memory, prompt, plan, blocks, units=units, failed=lost)
+
+
+def check_memory(
+    memory: Memory,
+    prompt: str,
+    plan: Plan,
+    blocks: Sequence[int],
+    *,
+    units: int,
+    failed: Iterable[ChunkFailure] = (),
+) -> None:
+    """Every byte of a rank: loaded blocks hold the prompt's content, all others what they held before.
+
+    Chunks that failed count as not loaded: right for what was never begun, too strict for what was torn on the way.
+    """
+    chain = model.hashes(prompt, units)
+    lost = {(one.group, one.chunk) for one in failed}
+    for group, mask in enumerate(plan.masks):
+        loaded = {
+            blocks[chunk]: chunk for chunk in np.flatnonzero(mask).tolist() if (group, chunk) not in lost
+        }
+        for block in range(model.BLOCKS):
+            found = memory.read(group, block)
+            wanted = bytes([BEFORE]) * len(found)
+            if block in loaded:
+                wanted = model.payload(chain[loaded[block]], group, memory.shard)
+            assert found == wanted, f"group {group} block {block} of shard {memory.shard}"
 
 
 async def attach(stack: AsyncExitStack, folder: Path, name: str, modes: Sequence[Mode]) -> LibraryEngine:

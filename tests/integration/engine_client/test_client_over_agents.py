@@ -10,7 +10,7 @@ import time
 import pytest
 
 from integration.engine_client.conftest import MakeAgent, MakeEngine
-from integration.engine_client.engine import FAST, Memory
+from integration.engine_client.engine import FAST, Memory, check_memory
 from kvpool_engine.client import SchedulerClient, WorkerClient
 from kvpool_engine.errors import AttachRefusedError, RequestRejectedError
 from kvpool_engine.plan import Plan
@@ -49,8 +49,9 @@ async def test_what_one_node_saved_another_loads_byte_for_byte(
         assert result.good == sum(int(mask.sum()) for mask in plan.masks)
     loader.check(prompt, plan, INTO, units=UNITS)
     failed = [ChunkFailure(0, 3, FailReason.EVICTED)]
-    assert await loader.scheduler.resume(plan, 0, failed) <= 3 * model.BLOCK
-    assert await loader.scheduler.resume(plan, 0, []) == plan.hit_length
+    # No length before chunk 3 can be resumed at: its own window was never in the plan.
+    assert await loader.scheduler.resume(prompt, plan, 0, failed) == 0
+    assert await loader.scheduler.resume(prompt, plan, 0, []) == plan.hit_length
 
 
 async def test_a_long_prompt_that_is_not_stored_is_a_miss_on_its_first_hashes(
@@ -95,11 +96,14 @@ async def test_fenced_a_killed_agent_is_a_miss_at_once_and_is_attached_again(
     loading = asyncio.ensure_future(one.begin(prompt, plan, INTO, deadline=30))
     os.kill(pid, signal.SIGSTOP)
     await asyncio.to_thread(mortal.kill)
-    for transfer in await loading:
-        result = await transfer
-        # Each chunk is good or reported, and what is reported cannot be resumed past.
-        total = sum(int(mask.sum()) for mask in plan.masks)
-        assert result.good + len(result.failed) == total
+    results = [await transfer for transfer in await loading]
+    # It died before it read the load: no chunk is good, each is reported, and no byte has moved.
+    wanted = {(group, chunk) for group, mask in enumerate(plan.masks) for chunk in mask.nonzero()[0].tolist()}
+    for result in results:
+        assert (result.good, result.resume_length) == (0, 0)
+        assert len(result.failed) == len(wanted)
+        assert {(one.group, one.chunk) for one in result.failed} == wanted
+    one.check(prompt, plan, INTO, units=UNITS, failed=[result.failed for result in results])
     for rank in one.ranks:
         assert await rank.release(deadline=5) is FenceState.FENCED
         assert rank.withheld_blocks == FREE
@@ -195,12 +199,13 @@ def test_the_synchronous_client_does_the_same(agent_a: AgentProcess) -> None:
                 assert rank.save("sync", chain, 0, UNITS * model.BLOCK, [SAVED, SAVED]).wait(20).ok
         plan = scheduler.lookup("sync", chain, UNITS * model.BLOCK, deadline=5)
         assert plan.hit_length == (UNITS - 1) * model.BLOCK
-        with WorkerClient(
-            agent_a.directory, model.identity(), "sync", memories[0].declaration, backoff=FAST
-        ) as rank:
-            rank.connect(20)
-            assert rank.load("sync", plan, 0, [INTO, INTO]).wait(20).ok
-            assert rank.close() is FenceState.FENCED
-        for chunk, block in enumerate(INTO):
-            assert memories[0].read(0, block) == model.payload(chain[chunk], 0, 0)
+        for memory in memories:
+            memory.scribble()
+            with WorkerClient(
+                agent_a.directory, model.identity(), "sync", memory.declaration, backoff=FAST
+            ) as rank:
+                rank.connect(20)
+                assert rank.load("sync", plan, 0, [INTO, INTO]).wait(20).ok
+                assert rank.close() is FenceState.FENCED
+            check_memory(memory, "sync", plan, INTO, units=UNITS)
         assert scheduler.status().pool == "default.pool"

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,37 @@ async def test_fact_03_more_slices_than_mooncakes_queue_takes(node: Node, owner:
     assert await node.get(items) == [OK] * 4000
     assert all(node.ring.at(item) == objects[item.key] for item in items)
     assert node.ring.untouched_outside(items)
+
+
+async def test_masters_are_found_through_every_etcd_that_is_named(
+    tmp_path: Path,
+) -> None:
+    """Mooncake takes what stands after `etcd://` for a list, and speaks HTTP/2 to each of it."""
+    hello = b"PRI * HTTP/2.0\r\n"
+    greeted: asyncio.Queue[int] = asyncio.Queue()
+
+    async def listen(stack: AsyncExitStack, number: int) -> int:
+        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if await reader.read(len(hello)) == hello:
+                greeted.put_nowait(number)
+            writer.close()
+
+        server = await stack.enter_async_context(await asyncio.start_server(take, "127.0.0.1", 0))
+        return int(server.sockets[0].getsockname()[1])
+
+    async with AsyncExitStack() as stack:
+        ports = [await listen(stack, number) for number in (0, 1)]
+        address = "etcd://" + ";".join(f"127.0.0.1:{port}" for port in ports)
+        store = MooncakeStore(StoreConfig(address, "127.0.0.1", log_dir=str(tmp_path), cluster_id="c1"))
+        await store.start()
+        try:
+            async with asyncio.timeout(15):
+                seen: set[int] = set()
+                while seen != {0, 1}:
+                    seen.add(await greeted.get())
+            assert not store.health().master_reachable
+        finally:
+            await store.stop(deadline=now() + 5)
 
 
 async def test_fact_04_rdma_without_a_device_fails_instead_of_becoming_tcp(

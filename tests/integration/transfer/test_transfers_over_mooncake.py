@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 import xxhash
@@ -11,7 +11,6 @@ import xxhash
 from kvpool_agent.store.loader import MooncakeLoader
 from kvpool_agent.store.mooncake_store import MooncakeStore
 from kvpool_agent.store.protocol import ChunkStatus, PutItem
-from kvpool_agent.transfer.settings import TransferSettings
 from kvpool_agent.transfer.types import FenceState, TransferResult
 from kvpool_wire.keys import key_digest
 from kvpool_wire.trailer import seal
@@ -23,7 +22,8 @@ from support.transfers import FULL, WINDOW, Rig, content, failed_chunks
 NewStore = Callable[..., Awaitable[MooncakeStore]]
 
 TOKENS = 96
-SETTINGS = TransferSettings(batch_chunks=3, lease_seconds=1.5)
+LEASE = 1.5
+"""Seconds, more than the master's."""
 
 
 async def save_all(rig: Rig) -> TransferResult:
@@ -87,7 +87,7 @@ async def test_two_intact_chunks_swapped_under_each_others_keys_are_both_corrupt
     new_store: NewStore, pool_master: Master
 ) -> None:
     one = await new_store()
-    async with await Rig.make(on=one, settings=SETTINGS) as rig:
+    async with await Rig.make(on=one, lease_seconds=LEASE) as rig:
         swapped = {(FULL, 1): (FULL, 4), (FULL, 4): (FULL, 1)}
         offsets = await rig.ring.take(2, deadline=now() + 5)
         puts = []
@@ -108,9 +108,11 @@ async def test_two_intact_chunks_swapped_under_each_others_keys_are_both_corrupt
         assert {rig.key(FULL, 2).decode()} <= pool_master.keys()
 
 
-async def test_a_chunk_sealed_for_another_layout_or_shortened_is_corrupt(new_store: NewStore) -> None:
+async def test_a_chunk_of_another_layout_or_length_is_corrupt_tombstoned_and_removed(
+    new_store: NewStore, pool_master: Master
+) -> None:
     one = await new_store()
-    async with await Rig.make(on=one) as rig:
+    async with await Rig.make(on=one, lease_seconds=LEASE) as rig:
         key = rig.key(FULL, 0)
         foreign = bytearray(content(FULL, 0) + bytes(64))
         seal(
@@ -119,19 +121,26 @@ async def test_a_chunk_sealed_for_another_layout_or_shortened_is_corrupt(new_sto
             key=key_digest(key),
             checksum=xxhash.xxh3_64_intdigest,
         )
-        objects = {key: bytes(foreign), rig.key(FULL, 3): rig.sealed(FULL, 3)[:200]}
-        offsets = await rig.ring.take(2, deadline=now() + 5)
+        objects = {
+            key: bytes(foreign),
+            rig.key(FULL, 3): rig.sealed(FULL, 3)[:200],
+            rig.key(WINDOW, 11): rig.sealed(WINDOW, 11) + b"x",
+        }
+        offsets = await rig.ring.take(len(objects), deadline=now() + 5)
         puts = []
         for offset, (name, whole) in zip(offsets, objects.items(), strict=True):
             rig.ring.view(offset, len(whole))[:] = whole
             puts.append(PutItem(name, offset, len(whole)))
-        assert await rig.loader.put(puts, deadline=now() + 5) == [ChunkStatus.OK] * 2
+        assert await rig.loader.put(puts, deadline=now() + 5) == [ChunkStatus.OK] * len(objects)
         rig.ring.free(offsets)
         rig.compute(TOKENS)
         await rig.save(rig.save_job(TOKENS))
         result = await rig.load(rig.load_job(TOKENS))
-        assert failed_chunks(result) == {(FULL, 0): "CORRUPT", (FULL, 3): "CORRUPT"}
+        assert failed_chunks(result) == dict.fromkeys([(FULL, 0), (FULL, 3), (WINDOW, 11)], "CORRUPT")
         rig.check_memory()
+        assert all(name in rig.tombstones for name in objects)
+        names = {name.decode() for name in objects}
+        await until(lambda: not names & pool_master.keys(), 10, "corrupt keys removed")
 
 
 @pytest.mark.parametrize("mode", ["mapped", "copy"])
@@ -228,3 +237,42 @@ async def test_without_a_master_loads_and_saves_are_reported_within_their_deadli
         assert now() - begun < 10
         assert len(save.failed) == TOKENS // 16 + TOKENS // 8
         rig.check_memory()
+
+
+async def test_no_save_after_failure_what_was_confirmed_is_taken_back_when_its_lease_has_lapsed(
+    new_store: NewStore, pool_master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save's own question takes a lease, and Mooncake removes nothing that is leased."""
+    one, other = await new_store(), await new_store(segment=0)
+    async with await Rig.make(on=one, lease_seconds=LEASE) as rig:
+        rig.compute(TOKENS, first_block=13)
+        real_put, second, let_on, puts = rig.loader.put, asyncio.Event(), asyncio.Event(), 0
+
+        async def put(items: Sequence[PutItem], *, deadline: float) -> list[ChunkStatus]:
+            nonlocal puts
+            puts += 1
+            if puts == 2:
+                second.set()
+                await let_on.wait()
+            return await real_put(items, deadline=deadline)
+
+        monkeypatch.setattr(rig.loader, "put", put)
+        start = rig.manager.start_save(rig.save_job(TOKENS, first_block=13))
+        async with asyncio.timeout(10):
+            await second.wait()
+        mine = [
+            rig.key(group, chunk)
+            for group, size in ((FULL, 16), (WINDOW, 8))
+            for chunk in range(TOKENS // size)
+        ]
+        names = {key.decode() for key in mine}
+        assert names & pool_master.keys(), "the first batch is there, and leased"
+        assert (await rig.load(rig.load_job(TOKENS, prompt="q"))).failed, (
+            "nothing is stored under that prompt"
+        )
+        assert "CANCELLED" in failed_chunks(await rig.result(start.transfer)).values()
+        let_on.set()
+        await rig.manager.close()  # the engine goes away at once
+        await until(lambda: not names & pool_master.keys(), 10, "poison taken back")
+        found = await other.prober.exists_keys(mine, deadline=now() + 3)
+        assert set(found) == {ChunkStatus.ABSENT}

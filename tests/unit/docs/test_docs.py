@@ -92,3 +92,18 @@ def test_every_invariant_is_explained_enforced_and_guarded(name: str) -> None:
     assert any(f"test_{name.lower()}" in path.stem or bears.search(path.read_text()) for path in guards), (
         f"no test bears the name {name.lower()}"
     )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "no circuit breaker per peer yet",
+        "later loads that name such a key pay their deadline too",
+        "for now a loader gets local chunks like remote ones",
+        "Mooncake authenticates nobody",
+        "No real RDMA, no real GPU",
+    ],
+)
+def test_what_is_not_there_is_said(said: str) -> None:
+    pages = (ROOT / "README.md", DOCS / "explanation/limits.md")
+    assert any(said in " ".join(page.read_text().split()) for page in pages)

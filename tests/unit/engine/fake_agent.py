@@ -89,7 +89,7 @@ class FakeAgent:
         self.unsealed_ring = False
         self.calls: list[Call] = []
         self.sessions: asyncio.Queue[FakeSession] = asyncio.Queue()
-        self.answers: dict[str, Answer] = {"Release": _fenced}
+        self.answers: dict[str, Answer] = {"Release": _fenced, "NoteFailure": _noted}
         self.attaches = 0
         self._open: list[FakeSession] = []
         self._connections: dict[str, socket.socket] = {}
@@ -120,6 +120,7 @@ class FakeAgent:
         requests: dict[str, Any] = {
             "Lookup": pb.LookupRequest,
             "Resume": pb.ResumeRequest,
+            "NoteFailure": pb.NoteFailureRequest,
             "Load": pb.LoadRequest,
             "Save": pb.SaveRequest,
             "Release": pb.ReleaseRequest,
@@ -150,6 +151,10 @@ class FakeAgent:
         await self.server.stop(None)
         for name in (rpc.DESCRIPTOR_SOCKET, rpc.RPC_SOCKET):
             (self.folder / name).unlink(missing_ok=True)
+
+    def greet_nobody(self) -> None:
+        """A client that comes from now on waits in vain."""
+        asyncio.get_running_loop().remove_reader(self._listener)
 
     async def kill_writer(self) -> None:
         for session in self._open:
@@ -239,6 +244,10 @@ class FakeAgent:
 
 async def _fenced(request: Any, call: Call) -> pb.ReleaseResponse:
     return pb.ReleaseResponse(state=pb.FENCED)
+
+
+async def _noted(request: Any, call: Call) -> pb.NoteFailureResponse:
+    return pb.NoteFailureResponse()
 
 
 async def _pump(events: AsyncIterator[pb.ClientEvent], queue: "asyncio.Queue[pb.ClientEvent]") -> None:

@@ -184,10 +184,10 @@ async def test_resume_asks_the_agent_and_never_exceeds_the_hit(
     agent.answers["Resume"] = answer
     plan = samples.plan([[1, 1, 1], [0, 1, 1]], 12)
     failed = [ChunkFailure(0, 2, FailReason.EVICTED)]
-    assert await scheduler.resume(plan, 4, failed) == 12
+    assert await scheduler.resume("r", plan, 4, failed) == 12
     (request,) = agent.called("Resume")
     assert (request.start, [(item.group, item.chunk) for item in request.failed]) == (4, [(0, 2)])
-    assert await scheduler.resume(plan, 4, []) == 12
+    assert await scheduler.resume("r", plan, 4, []) == 12
     assert len(agent.called("Resume")) == 1
 
 
@@ -200,7 +200,7 @@ async def test_resume_without_an_agent_trusts_only_what_was_local(
 
     agent.answers["Resume"] = answer
     plan = samples.plan([[1, 1, 1], [0, 1, 1]], 12)
-    assert await scheduler.resume(plan, start, [ChunkFailure(0, 2, FailReason.EVICTED)]) == length
+    assert await scheduler.resume("r", plan, start, [ChunkFailure(0, 2, FailReason.EVICTED)]) == length
 
 
 async def test_release_says_fenced_only_if_the_agent_did(

@@ -60,7 +60,7 @@ def test_a_scheduler_and_a_worker_do_their_work_synchronously(fake: FakeAgent) -
         shared_loop().run(fake.sessions.get(), deadline=5)
         plan = scheduler.lookup("r", samples.hashes(3), 12)
         assert plan == PLAN
-        assert scheduler.resume(plan, 0, [ChunkFailure(0, 2, FailReason.EVICTED)]) == 8
+        assert scheduler.resume("r", plan, 0, [ChunkFailure(0, 2, FailReason.EVICTED)]) == 8
         assert scheduler.status().pool == "ns.pool"
         assert scheduler.release("r") is FenceState.FENCED
         engine = samples.engine()

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpool_engine import failures as memory
 from kvpool_engine.breaker import COOLDOWN, THRESHOLD, Breaker
 from kvpool_engine.errors import PlanError
-from kvpool_engine.failures import MAX_REQUESTS, Failures
+from kvpool_engine.failures import Failures, failed_at
 from kvpool_engine.link import Backoff
 from kvpool_engine.plan import Plan
 from kvpool_engine.transfer import Transfer
@@ -112,43 +113,40 @@ def test_a_reason_of_a_newer_agent_is_a_failure_all_the_same() -> None:
     assert FailReason(99) is FailReason.UNSPECIFIED
 
 
-def failure(transfer: Transfer, *places: tuple[int, int]) -> TransferResult:
+def failure(*places: tuple[int, int], error: str = "") -> TransferResult:
     failed = tuple(ChunkFailure(group, chunk, FailReason.CORRUPT) for group, chunk in places)
-    return TransferResult(transfer=transfer.id, kind=TransferKind.LOAD, request_id="r", failed=failed)
+    return TransferResult(transfer=1, kind=TransferKind.LOAD, request_id="r", failed=failed, error=error)
 
 
-def test_no_save_after_failure_cuts_at_the_first_failed_token_until_it_was_recomputed() -> None:
-    failures = Failures(GEOMETRY)
-    first, second = handle(number=5), handle(number=9)
-    failures.note(first, failure(first, (0, 6), (1, 2)))
-    assert failures.clip("r", 40, None) == 16
-    assert failures.clip("other", 40, None) == 40
-    failures.note(second, failure(second, (0, 5)))
-    assert failures.clip("r", 40, first) == 16, "an older load says nothing about the later one"
-    assert failures.clip("r", 40, 8) == 16
-    assert failures.clip("r", 40, 9) == 40
-    assert failures.clip("r", 40, None) == 40
-    failures.note(first, failure(first, (0, 0)))
-    failures.forget("r")
-    assert failures.clip("r", 40, None) == 40
-    failures.note(first, failure(first))
-    assert failures.clip("r", 40, None) == 40
+def test_a_load_failed_at_its_first_missing_chunk_or_at_its_start_where_nothing_is_known() -> None:
+    assert failed_at(failure(), 4, GEOMETRY) is None
+    assert failed_at(failure((0, 6), (1, 2)), 4, GEOMETRY) == 16
+    assert failed_at(failure((0, 6), (1, 2), error="timed out"), 4, GEOMETRY) == 4
 
 
-def test_bounded_failures_are_remembered_for_the_newest_requests() -> None:
-    failures = Failures(GEOMETRY)
-    for number in range(MAX_REQUESTS + 1):
-        transfer = Transfer(
-            kind=TransferKind.LOAD,
-            request_id=str(number),
-            chunks=[],
-            blocks=[],
-            fallback_length=0,
-            deadline=5,
-        )
-        failures.note(transfer, failure(transfer, (0, 0)))
-    assert failures.clip("0", 8, None) == 8
-    assert failures.clip("1", 8, None) == 0
+def test_no_save_after_failure_cuts_at_the_first_failed_token_until_a_higher_attempt() -> None:
+    failures = Failures()
+    failures.note("r", 0, 16)
+    assert failures.clip("r", 40, 0) == 16
+    assert failures.clip("r", 8, 0) == 8
+    assert failures.clip("other", 40, 0) == 40
+    assert failures.clip("r", 40, 1) == 40
+    failures.note("r", 3, 24)
+    assert [failures.clip("r", 40, attempt) for attempt in range(5)] == [16, 24, 24, 24, 40]
+
+
+def test_no_save_after_failure_all_clients_of_an_engine_in_a_process_share_one_memory() -> None:
+    first, second, other = memory.join("e"), memory.join("e"), memory.join("another")
+    first.note("r", 0, 0)
+    assert second.clip("r", 8, 0) == 0
+    assert other.clip("r", 8, 0) == 8
+    memory.leave("e")
+    assert memory.join("e") is first
+    for engine in ("e", "e", "another"):
+        memory.leave(engine)
+    fresh = memory.join("e")
+    memory.leave("e")
+    assert fresh is not first
 
 
 def test_the_breaker_opens_after_deadlines_in_a_row_and_tries_once_a_cooldown() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,11 @@ import grpc
 import numpy as np
 import pytest
 
+from kvpool_agent.server.refusals import status_of
+from kvpool_agent.transfer.errors import BlocksBusy, Draining, QueueFull, RingBroken, SessionClosed
 from kvpool_engine.aio import WorkerClient
 from kvpool_engine.errors import AgentUnavailableError, RequestRejectedError
+from kvpool_engine.tensors import Declaration
 from kvpool_engine.transfer import Transfer
 from kvpool_engine.types import ChunkFailure, FailReason, FenceState, Mode, TransferKind
 from kvpool_wire import agent_pb2 as pb
@@ -234,17 +238,76 @@ async def test_loaded_or_reported_a_number_given_twice_loses_neither_transfer(
     assert (await first).good == 5
 
 
-async def test_a_full_queue_fails_the_load_without_an_exception(agent: FakeAgent, worker: MakeWorker) -> None:
+@pytest.mark.parametrize(
+    "refused",
+    [QueueFull("x"), BlocksBusy("x"), Draining("x"), SessionClosed("x"), RingBroken("x")],
+    ids=lambda error: type(error).__name__,
+)
+async def test_what_an_agent_refuses_for_a_while_fails_the_load_without_an_exception_and_withholds_nothing(
+    agent: FakeAgent, worker: MakeWorker, refused: Exception
+) -> None:
+    """The agent says these before it touches anything, and a race is enough to get one: the engine recomputes."""
     client, _ = await worker()
 
     async def answer(request: Any, call: Call) -> Any:
-        raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue full")
+        raise Refusal(status_of(refused)[0], "not now")
 
     agent.answers["Load"] = answer
     transfer = await load(client)
     assert failed_chunks(transfer) == ALL
-    assert "queue full" in transfer.result().error
+    assert "not now" in transfer.result().error
+    assert (transfer.result().withheld, client.withheld_blocks) == (False, FREE)
+
+
+WRONG_REPORTS = [
+    ({"good": 4}, "4 chunks good and 0 failed, 5 were to be loaded"),
+    ({"good": 6}, "6 chunks good and 0 failed"),
+    ({"good": 4, "failed": [(0, 1), (0, 1)]}, "4 chunks good and 2 failed"),
+    ({"good": 3, "failed": [(0, 1), (0, 1)]}, "3 chunks good and 2 failed"),
+    ({"good": 4, "failed": [(1, 0)]}, "chunk 0 of group 1, which was not to be loaded"),
+    ({"good": 4, "failed": [(7, 0)]}, "chunk 0 of group 7, which was not to be loaded"),
+]
+
+
+@pytest.mark.parametrize(("report", "message"), WRONG_REPORTS, ids=[message for _, message in WRONG_REPORTS])
+async def test_loaded_or_reported_a_report_that_leaves_a_chunk_out_fails_every_chunk(
+    started: FakeAgent, worker: MakeWorker, report: dict[str, Any], message: str
+) -> None:
+    client, _ = await worker()
+    session = await started.sessions.get()
+    transfer = await load(client, deadline=60)
+    failed = [pb.ChunkFailure(group=g, chunk=c, reason=pb.EVICTED) for g, c in report.get("failed", ())]
+    session.send(
+        transfer_done=pb.TransferDone(transfer=101, good=report["good"], failed=failed, resume_length=12)
+    )
+    result = await transfer
+    assert message in result.error
+    assert (failed_chunks(transfer), result.good, result.resume_length) == (ALL, 0, 0)
     assert client.withheld_blocks == FREE
+
+
+async def test_fenced_on_a_device_blocks_are_withheld_until_it_is_synchronised_although_the_process_is_gone(
+    started: FakeAgent, worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a dead process had queued on the device may still run; only the device itself knows when it is over."""
+    reached, over = threading.Event(), threading.Event()
+
+    def synchronise(self: Declaration) -> None:
+        reached.set()
+        assert over.wait(10)
+
+    monkeypatch.setattr(Declaration, "on_device", True)
+    monkeypatch.setattr(Declaration, "synchronise", synchronise)
+    client, _ = await worker()
+    transfer = await load(client, deadline=60)
+    started.greet_nobody()
+    await started.kill_writer()
+    result = await transfer
+    assert (result.withheld, client.withheld_blocks) == (True, HELD)
+    assert await asyncio.to_thread(reached.wait, 5)
+    assert client.withheld_blocks == HELD
+    over.set()
+    await until(lambda: client.withheld_blocks == FREE)
 
 
 @pytest.mark.parametrize(
@@ -329,9 +392,9 @@ async def test_events_of_an_old_session_do_not_reach_the_new_one(
     await client.connect(5)
     started.calls.clear()  # so that the new agent gives the same number again
     again = await load(client, "again", deadline=60)
-    old.send(transfer_done=pb.TransferDone(transfer=101, good=5))
-    new.send(transfer_done=pb.TransferDone(transfer=101, good=3))
-    assert (await again).good == 3
+    old.send(transfer_done=pb.TransferDone(transfer=101, good=5, bytes=1))
+    new.send(transfer_done=pb.TransferDone(transfer=101, good=5, bytes=2))
+    assert (await again).bytes == 2
     assert not lost.result().good
 
 
@@ -354,9 +417,11 @@ async def test_a_save_sends_what_it_needs_and_reports_what_was_stored(
 ) -> None:
     client, _ = await worker()
     session = await started.sessions.get()
-    transfer = await client.save("r", samples.hashes(9), 4, 14, [[2, 3], [4, 5]], num_prompt_tokens=30)
+    transfer = await client.save(
+        "r", samples.hashes(9), 4, 14, [[2, 3], [4, 5]], num_prompt_tokens=30, attempt=7
+    )
     (request,) = started.called("Save")
-    assert (request.start, request.end, request.num_prompt_tokens, request.recomputed_after) == (4, 14, 30, 0)
+    assert (request.start, request.end, request.num_prompt_tokens, request.attempt) == (4, 14, 30, 7)
     assert request.hashes == b"".join(samples.hashes(4))
     session.send(
         transfer_done=pb.TransferDone(
@@ -410,27 +475,51 @@ async def test_no_save_after_failure_holds_across_agents(started: FakeAgent, wor
     past = await client.save("r", samples.hashes(3), 4, 12, [ids[0][1:], ids[1][1:]])
     assert "failed before here" in past.result().skipped
     await client.save("other", samples.hashes(3), 0, 12, ids)
-    await client.save("r", samples.hashes(3), 0, 12, ids, recomputed_after=failed)
+    await client.save("r", samples.hashes(3), 0, 12, ids, attempt=1)
     await client.save("r", samples.hashes(3), 0, 12, ids)
-    ends = [(request.request_id, request.end, request.recomputed_after) for request in started.called("Save")]
-    # The new agent never saw the old one's transfer, so its number means nothing there.
-    assert ends == [("r", 4, 0), ("other", 12, 0), ("r", 12, 0), ("r", 12, 0)]
+    ends = [(request.request_id, request.end, request.attempt) for request in started.called("Save")]
+    assert ends == [("r", 4, 0), ("other", 12, 0), ("r", 12, 1), ("r", 4, 0)]
 
 
-async def test_the_failed_load_is_named_to_the_agent_that_knows_it(
+async def test_no_save_after_failure_a_released_load_forbids_its_own_attempt_alone(
     started: FakeAgent, worker: MakeWorker
 ) -> None:
     client, _ = await worker()
     session = await started.sessions.get()
+    released = await load(client)
+    assert await client.release(request_id="r") is FenceState.FENCED
+    cancelled = [pb.ChunkFailure(group=0, chunk=2, reason=pb.CANCELLED)]
+    session.send(transfer_done=pb.TransferDone(transfer=101, good=4, failed=cancelled))
+    await released
+    refused = await client.save("r", samples.hashes(3), 0, 12, IDS)
+    assert "failed before here" in refused.result().skipped
+    await client.release(request_id="r")
+    await client.save("r", samples.hashes(3), 0, 12, IDS, attempt=1)
+    (request,) = started.called("Save")
+    assert (request.end, request.attempt) == (12, 1)
+
+
+async def test_no_save_after_failure_an_agent_is_told_what_it_cannot_have_seen(
+    started: FakeAgent, worker: MakeWorker
+) -> None:
+    client, _ = await worker()
+    told: list[tuple[str, int, int]] = []
+
+    async def answer(request: pb.NoteFailureRequest, call: Call) -> pb.NoteFailureResponse:
+        told.append((request.request_id, request.attempt, request.token))
+        return pb.NoteFailureResponse()
+
+    started.answers["NoteFailure"] = answer
+    await started.stop()
+    await until(lambda: not client.attached)
     failed = await load(client)
-    session.send(
-        transfer_done=pb.TransferDone(
-            transfer=101, failed=[pb.ChunkFailure(group=0, chunk=0, reason=pb.CORRUPT)]
-        )
-    )
-    await failed
-    await client.save("r", samples.hashes(3), 0, 12, IDS, recomputed_after=failed)
-    assert started.called("Save")[0].recomputed_after == 101
+    assert failed.result().error == "no session with the agent"
+    assert await client.note_failure("s", 3, 8) is False
+    await started.start()
+    await client.connect(5)
+    await until(lambda: told == [("r", 0, 0)])
+    assert await client.note_failure("s", 3, 8) is True
+    assert told[1:] == [("s", 3, 8)]
 
 
 async def test_release_returns_what_the_agent_knows(started: FakeAgent, worker: MakeWorker) -> None:
@@ -441,7 +530,7 @@ async def test_release_returns_what_the_agent_knows(started: FakeAgent, worker: 
     async def release(request: pb.ReleaseRequest, call: Call) -> pb.ReleaseResponse:
         session.send(
             transfer_done=pb.TransferDone(
-                transfer=101, failed=[pb.ChunkFailure(group=0, chunk=0, reason=pb.CANCELLED)]
+                transfer=101, good=4, failed=[pb.ChunkFailure(group=0, chunk=0, reason=pb.CANCELLED)]
             )
         )
         return pb.ReleaseResponse(state=pb.FENCED)

@@ -13,6 +13,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+AGENT_LAYERS = (
+    "Agent: every module in its layer; server, transfer, then coordinator, store and pools side by side"
+)
+PURE = "The coordinator is pure: no I/O, no torch, no Mooncake, no clock"
+IMPURE = [
+    "pathlib",
+    "io",
+    "sys",
+    "logging",
+    "argparse",
+    "shutil",
+    "tempfile",
+    "os",
+    "socket",
+    "threading",
+    "random",
+]
 
 BREAKS = [
     pytest.param(
@@ -40,16 +57,16 @@ BREAKS = [
         id="the wire imports a side",
     ),
     pytest.param(
-        "agent/kvpool_wire/broken.py",
-        "import numpy",
-        "kvpool_wire needs protobuf and nothing else",
-        id="the wire grows a dependency",
-    ),
-    pytest.param(
         "agent/kvpool_demo/broken.py",
         "import kvpool_agent.coordinator",
         "The demo knows the agent by its command line and its sockets, as a user does",
         id="the demo reaches into the agent",
+    ),
+    pytest.param(
+        "agent/kvpool_demo/broken.py",
+        "import kvpool_operator",
+        "The demo knows the agent by its command line and its sockets, as a user does",
+        id="the demo reaches into the operator",
     ),
     pytest.param(
         "operator/kvpool_operator/broken.py",
@@ -66,25 +83,56 @@ BREAKS = [
     pytest.param(
         "agent/kvpool_agent/coordinator/broken.py",
         "import kvpool_agent.store",
-        "Agent: server, transfer, then coordinator, store and pools side by side",
+        AGENT_LAYERS,
         id="the coordinator imports the store",
     ),
     pytest.param(
         "agent/kvpool_agent/transfer/broken.py",
         "import kvpool_agent.server",
-        "Agent: server, transfer, then coordinator, store and pools side by side",
+        AGENT_LAYERS,
         id="a transfer imports the server",
     ),
     pytest.param(
+        "agent/kvpool_agent/telemetry/broken.py",
+        "import kvpool_agent.server",
+        AGENT_LAYERS,
+        id="telemetry imports the server",
+    ),
+    pytest.param(
+        "agent/kvpool_agent/telemetry/broken.py",
+        "import kvpool_agent.config",
+        AGENT_LAYERS,
+        id="telemetry imports the configuration, which imports it",
+    ),
+    pytest.param(
+        "agent/kvpool_agent/transfer/broken.py",
+        "import kvpool_agent.config",
+        AGENT_LAYERS,
+        id="a transfer reads the configuration",
+    ),
+    pytest.param(
+        "agent/kvpool_agent/store/broken.py",
+        "import kvpool_agent.telemetry",
+        AGENT_LAYERS,
+        id="the store counts by itself",
+    ),
+    pytest.param(
+        "agent/kvpool_agent/server/broken.py",
+        "import kvpool_agent.golden",
+        AGENT_LAYERS,
+        id="the server imports a command",
+    ),
+    pytest.param("agent/kvpool_agent/broken.py", "", AGENT_LAYERS, id="a module is in no layer"),
+    pytest.param(
         "agent/kvpool_agent/coordinator/broken.py",
         "import time",
-        "The coordinator is pure: no I/O, no torch, no Mooncake, no clock",
+        PURE,
         id="the coordinator reads a clock",
     ),
     pytest.param(
         "agent/kvpool_agent/coordinator/broken.py",
         "def late() -> None:\n    import torch",
-        "The coordinator is pure: no I/O, no torch, no Mooncake, no clock",
+        PURE,
         id="the coordinator imports torch inside a function",
     ),
     pytest.param(
@@ -150,6 +198,32 @@ def test_a_broken_arrow_fails_its_contract(sources: Path, path: str, code: str, 
         culprit.unlink()
     assert result.returncode != 0, result.stdout
     assert f"{contract} BROKEN" in result.stdout, result.stdout + result.stderr
+
+
+def test_each_way_out_of_the_coordinator_is_named_by_the_contract(sources: Path) -> None:
+    culprit = sources / "agent/kvpool_agent/coordinator/broken.py"
+    culprit.write_text("".join(f"import {name}\n" for name in IMPURE))
+    try:
+        result = lint(sources)
+    finally:
+        culprit.unlink()
+    found = [
+        name
+        for name in IMPURE
+        if f"kvpool_agent.coordinator is not allowed to import {name}" in result.stdout
+    ]
+    assert found == IMPURE, result.stdout
+
+
+def test_a_lower_module_that_imports_a_higher_one_fails(sources: Path) -> None:
+    culprit = sources / "agent/kvpool_agent/errors.py"
+    text = culprit.read_text()
+    culprit.write_text(f"{text}\nimport kvpool_agent.telemetry.logs\n")
+    try:
+        result = lint(sources)
+    finally:
+        culprit.write_text(text)
+    assert f"{AGENT_LAYERS} BROKEN" in result.stdout, result.stdout
 
 
 def test_every_contract_is_broken_once_here() -> None:

@@ -83,7 +83,13 @@ def test_no_other_extra_brings_mooncake(project: dict[str, Any]) -> None:
 
 
 def test_the_engine_asks_for_nothing_that_only_the_agent_needs(project: dict[str, Any]) -> None:
-    assert set(requirements(project, "engine")) == {"grpcio", "numpy", "opentelemetry-api", "protobuf", "typing-extensions"}
+    assert set(requirements(project, "engine")) == {
+        "grpcio",
+        "numpy",
+        "opentelemetry-api",
+        "protobuf",
+        "typing-extensions",
+    }
 
 
 @pytest.mark.parametrize("extra", ["agent", "agent-cpu", "engine"])

@@ -289,3 +289,50 @@ def test_a_rank_without_any_layer_is_refused() -> None:
     del worker.tensors[:]
     with pytest.raises(LayoutError, match="stage 2 of rank 0 holds no layer"):
         check_worker(identity, worker)
+
+
+def test_fenced_groups_that_share_bytes_block_by_block_are_one_overlap_class() -> None:
+    assert check_worker(*staged()).overlap == (0, 0, 2)
+    identity, worker = staged()
+    worker.storages[0].size = 320
+    worker.tensors[1].offset = 160
+    assert check_worker(identity, worker).overlap == (0, 1, 2)
+
+
+def test_fenced_overlap_passes_on_from_group_to_group() -> None:
+    """Group 2 shares with 0 and with 1, which lie in different halves of each block."""
+    identity, worker = staged()
+    forms = ([8], [8], [16])
+    for group, shape in zip(identity.groups, forms, strict=True):
+        del group.layers[:]
+        form = pb.TensorFormat(dtype="uint8", axes=["token"], shape=shape)
+        group.layers.append(pb.Layer(name="l", tensors=[form], stage=1))
+    del worker.tensors[:]
+    for group, (offset, shape) in enumerate(zip((0, 8, 0), forms, strict=True)):
+        worker.tensors.add(
+            group=group, layer="l", storage=0, offset=offset, shape=[10, *shape], strides=[16, 1]
+        )
+    worker.shards[2], worker.num_blocks[2], worker.null_blocks[2] = 1, 10, 0
+    assert check_worker(identity, worker).overlap == (0, 0, 0)
+    del identity.groups[2], worker.tensors[2], worker.shards[2], worker.num_blocks[2], worker.null_blocks[2]
+    assert check_worker(identity, worker).overlap == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("offset", "stride"), [(8, 16), (16, 16), (0, 32)], ids=["half a block", "the next block", "twice as far"]
+)
+def test_fenced_groups_that_share_bytes_across_block_numbers_are_refused(offset: int, stride: int) -> None:
+    """Block 3 of one would be block 4 of the other: no fence by block number could see it."""
+    identity, worker = staged()
+    worker.storages[0].size = 1000
+    worker.tensors[1].offset = offset
+    worker.tensors[1].strides[0] = stride
+    with pytest.raises(LayoutError, match="groups 0 and 1 share bytes, but block 0 of one"):
+        check_worker(identity, worker)
+
+
+def test_without_storages_nothing_is_known_to_overlap() -> None:
+    identity, worker = staged()
+    worker.mode = pb.COPY
+    del worker.storages[:]
+    assert check_worker(identity, worker).overlap == (0, 1, 2)

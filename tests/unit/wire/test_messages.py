@@ -40,7 +40,7 @@ def test_the_service_is_named_as_both_sides_spell_it() -> None:
     (service,) = pb.DESCRIPTOR.services_by_name.values()
     assert service.full_name == rpc.SERVICE
     methods = {method.name for method in service.methods}
-    assert methods == {"Attach", "Lookup", "Resume", "Load", "Save", "Release", "Status"}
+    assert methods == {"Attach", "Lookup", "Resume", "NoteFailure", "Load", "Save", "Release", "Status"}
     assert rpc.path("Load") == "/kvpool.agent.v1.Agent/Load"
 
 

@@ -19,6 +19,8 @@ from kvpool_agent.config_load import default_config, load_config
 from kvpool_agent.config_types import parse_duration, parse_size, print_duration, print_size
 from kvpool_agent.errors import ConfigFault
 from kvpool_agent.main import command, main
+from kvpool_agent.server.agent import store_config
+from kvpool_agent.store.config import environment, setup_arguments
 
 ROOT = Path(__file__).parents[4]
 
@@ -146,6 +148,13 @@ def test_a_wrong_variable_is_named(tmp_path: Path, environment: dict[str, str], 
         ({"node": {"ip": "node-a"}}, "node.ip: 'node-a' is not an IP address"),
         ({"store": {"masterAddress": "master"}}, "store.masterAddress: 'master' is not host:port"),
         ({"store": {"masterAddress": "m:99999"}}, "host:port"),
+        ({"store": {"masterAddress": "etcd://"}}, "store.masterAddress: 'etcd://' is not host:port"),
+        ({"store": {"masterAddress": "etcd://e:2379;f"}}, "etcd://host:port"),
+        ({"store": {"masterAddress": "etcd://e:2379;"}}, "etcd://host:port"),
+        ({"store": {"masterAddress": "etcd://http://e:2379"}}, "etcd://host:port"),
+        ({"store": {"masterAddress": "e:2379;f:2379"}}, "etcd://host:port"),
+        ({"store": {"masterAddress": "k8s://ns/lease"}}, "not compiled into"),
+        ({"store": {"clusterId": "c1"}}, "store: clusterId 'c1' is read only with a masterAddress etcd://"),
         ({"store": {"protocol": "tcp"}}, "store.protocol: Input should be 'RDMA' or 'TCP', found 'tcp'"),
         ({"segment": {"size": "1Mi"}}, "16Mi"),
         ({"segment": {"ringSize": "4Ki"}}, "segment.ringSize"),
@@ -161,6 +170,24 @@ def test_a_wrong_variable_is_named(tmp_path: Path, environment: dict[str, str], 
 )
 def test_a_wrong_field_is_named_with_its_remedy(tmp_path: Path, change: dict[str, Any], text: str) -> None:
     assert text in problems(tmp_path, least(**change))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "m:1",
+        "10.0.0.9:50051",
+        "[fd00::1]:50051",
+        "etcd://e:2379",
+        "etcd://e-0.e:2379;10.0.0.2:2379;[fd00::1]:1",
+    ],
+)
+def test_masters_are_named_or_found_through_etcd(tmp_path: Path, address: str) -> None:
+    cluster = "kvpool-1" if address.startswith("etcd://") else ""
+    config = load(tmp_path, least(store={"masterAddress": address, "clusterId": cluster}))
+    made = store_config(config)
+    assert setup_arguments(made, local_port=1)["master_server_addr"] == address
+    assert environment(made).get("MC_STORE_CLUSTER_ID", "") == cluster
 
 
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool_agent.coordinator.golden import Outcome, main, read_cases, replay
+from kvpool_agent.golden import Outcome, main, read_cases, replay
 
 SAMPLE = Path(__file__).parent / "golden_sample.jsonl"
 LINES = SAMPLE.read_text().splitlines()
@@ -69,14 +69,14 @@ def test_every_expected_field_is_compared(
 def test_a_rule_case_is_judged_by_the_rule_not_by_vllms_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the missing chunk put back, vLLM's own hit is right by the rule."""
+    """With the missing chunk put back the case is an ordinary one, and vLLM's own hit is right."""
     repaired = RULE_CASE | {"exists": RULE_CASE["exists"] + [[0, 17]]}
     path = tmp_path / "rule.jsonl"
     path.write_text(json.dumps(RULE_CASE) + "\n\n" + json.dumps(repaired) + "\n")
     assert main([str(path), "--verbose"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == f"{RULE_CASE['id']}: by rule"
-    assert shown[-1] == "2 cases, 0 equal, 2 by rule, 0 wrong"
+    assert shown[-1] == "2 cases, 1 equal, 1 by rule, 0 wrong"
 
 
 @pytest.mark.parametrize(
@@ -116,3 +116,40 @@ def test_a_file_that_cannot_be_read_ends_in_exit_code_2(
 ) -> None:
     assert main([str(tmp_path / "absent.jsonl")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hashes", 10**12),
+        ("num_hashes", -1),
+        ("max_length", -16),
+        ("store_start", "0"),
+        ("max_length", None),
+    ],
+)
+def test_a_size_that_no_request_has_is_named_and_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: object
+) -> None:
+    case = json.loads(SAMPLE.read_text().splitlines()[0])
+    case[field] = value
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps(case) + "\n")
+
+    assert main([str(bad)]) == 2
+    assert f"bad.jsonl:1: not a golden case: GoldenError: {field} is " in capsys.readouterr().err
+
+
+def test_a_label_does_not_make_a_case_by_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = next(
+        raw
+        for raw in map(json.loads, SAMPLE.read_text().splitlines())
+        if not raw["expect"]["unverified_load"] and raw["expect"]["hit_length"]
+    )
+    case["expect"]["unverified_load"] = [[0, 0]]
+    case["expect"]["load_masks"][0] = []
+    labelled = tmp_path / "labelled.jsonl"
+    labelled.write_text(json.dumps(case) + "\n")
+
+    assert main([str(labelled)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "1 cases, 0 equal, 0 by rule, 1 wrong"

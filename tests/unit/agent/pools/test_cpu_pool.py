@@ -197,9 +197,9 @@ def test_gather_wants_a_writable_payload() -> None:
 def test_ordering_needs_no_proof_on_a_cpu_but_refuses_a_cuda_event() -> None:
     layout, memories = one()
     pool = MappedCpuPool(layout, memories)
-    pool.wait_ordering(pb.Ordering(synchronised=True))
+    pool.wait_ordering(pb.Ordering(synchronised=True), give_up=lambda: False)
     with pytest.raises(PoolError, match="CUDA event"):
-        pool.wait_ordering(pb.Ordering(cuda_event=bytes(64)))
+        pool.wait_ordering(pb.Ordering(cuda_event=bytes(64)), give_up=lambda: False)
     pool.close()
 
 

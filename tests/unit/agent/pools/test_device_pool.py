@@ -158,7 +158,7 @@ def test_fenced_a_closed_pool_makes_no_call_of_the_driver(simple: OnDevice) -> N
     with pytest.raises(PoolError, match="closed"):
         simple.pool.scatter(0, 0, memoryview(bytes(simple.layout.groups[0].payload_bytes)))
     with pytest.raises(PoolError, match="closed"):
-        simple.pool.wait_ordering(pb.Ordering(cuda_event=bytes(64)))
+        simple.pool.wait_ordering(pb.Ordering(cuda_event=bytes(64)), give_up=lambda: True)
     simple.pool.close()
     assert simple.driver.calls == calls
 
@@ -232,11 +232,27 @@ def test_storages_of_two_devices_are_refused(change: dict[str, object]) -> None:
     ring.close()
 
 
+def never() -> bool:
+    return False
+
+
 def test_ordering_waits_for_the_event_or_takes_the_clients_word(simple: OnDevice) -> None:
-    simple.pool.wait_ordering(pb.Ordering(synchronised=True))
+    simple.pool.wait_ordering(pb.Ordering(synchronised=True), give_up=never)
     assert simple.driver.events == []
-    simple.pool.wait_ordering(pb.Ordering(cuda_event=b"e" * 64))
+    simple.driver.pending_questions = 3
+    simple.pool.wait_ordering(pb.Ordering(cuda_event=b"e" * 64), give_up=never)
     assert simple.driver.events == [b"e" * 64]
+    assert (simple.driver.questions, simple.driver.open_events) == (4, 0)
+
+
+def test_bounded_an_event_that_never_happens_is_given_up_and_the_pool_can_be_closed(simple: OnDevice) -> None:
+    simple.driver.pending_questions = 1 << 60
+    asked = iter([False, False, True])
+    with pytest.raises(PoolError, match="did not happen before the transfer ended"):
+        simple.pool.wait_ordering(pb.Ordering(cuda_event=b"e" * 64), give_up=lambda: next(asked))
+    assert (simple.driver.questions, simple.driver.open_events) == (3, 0)
+    simple.pool.close()
+    assert simple.driver.leftovers() == []
 
 
 @pytest.mark.parametrize(
@@ -251,7 +267,7 @@ def test_ordering_without_a_usable_proof_is_refused(
     simple: OnDevice, ordering: pb.Ordering, message: str
 ) -> None:
     with pytest.raises(PoolError, match=message):
-        simple.pool.wait_ordering(ordering)
+        simple.pool.wait_ordering(ordering, give_up=never)
 
 
 def test_copies_that_make_no_sense_are_refused(simple: OnDevice) -> None:

@@ -148,17 +148,25 @@ def test_any_other_plan_is_refused_mask_covers_hit(
     assert caught.value.kind is kind
 
 
-def test_what_arrived_is_what_loaded_and_did_not_fail_or_was_local() -> None:
-    _, _, plan = planned(8)
-    there = plans.arrived(plan, [32, 16], start=0, failed=[pb.ChunkFailure(group=0, chunk=1)])
-    assert there[0].tolist() == [True, False, True]
-    # Chunks that end at or before `start` are local, also where the mask leaves them out; a failure wins.
-    there = plans.arrived(plan, [32, 16], start=63, failed=[pb.ChunkFailure(group=1, chunk=0)])
-    assert there[0].tolist() == [True, True, True]
-    assert there[1].tolist()[:3] == [False, True, True]
-    for stray in (pb.ChunkFailure(group=0, chunk=3), pb.ChunkFailure(group=2)):
+def test_a_resume_counts_what_did_not_fail_and_what_is_local() -> None:
+    coordinator, _, plan = planned(8)
+    sizes = [group.block_size for group in coordinator.groups]
+    assert (sizes, plan.hit_length) == ([32, 16], 96)
+
+    def resume(start: int, *failed: tuple[int, int]) -> int:
+        failures = [pb.ChunkFailure(group=group, chunk=chunk) for group, chunk in failed]
+        return plans.resume_length(coordinator, plan, start=start, failed=failures)
+
+    assert resume(0) == 96
+    # At 64 the engine has all that a hit of 64 needs; 80 cuts a block, and a window that ends at 64 begins too early.
+    assert resume(64, (0, 2)) == 64
+    assert resume(80, (0, 2)) == 0
+    # A failure outranks what start says, also of a chunk that the plan never loaded.
+    assert not plan.groups[1].mask[0]
+    assert resume(64, (0, 2), (1, 0)) == 0
+    for stray in ((0, 3), (2, 0)):
         with pytest.raises(CallRefused, match="does not cover"):
-            plans.arrived(plan, [32, 16], start=0, failed=[stray])
+            resume(0, stray)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from kvpool_agent.config import AgentConfig, EngineMode
+from kvpool_agent.config import AgentConfig, EngineMode, Integrity
 from kvpool_agent.coordinator import PlanError
 from kvpool_agent.errors import CallRefused, Refusal, SessionRefused, StartFault
 from kvpool_agent.server.drain import drain
@@ -47,14 +47,14 @@ CONFIG = AgentConfig.model_validate(
         (CallRefused(Refusal.WRONG_ROLE, "x"), grpc.StatusCode.PERMISSION_DENIED),
         (CallRefused(Refusal.FOREIGN, "x"), grpc.StatusCode.FAILED_PRECONDITION),
         (CallRefused(Refusal.BUSY, "x"), grpc.StatusCode.RESOURCE_EXHAUSTED),
-        (CallRefused(Refusal.DRAINING, "x"), grpc.StatusCode.UNAVAILABLE),
+        (CallRefused(Refusal.DRAINING, "x"), grpc.StatusCode.ABORTED),
         (transfer.BadBlocks("x"), grpc.StatusCode.INVALID_ARGUMENT),
         (transfer.BadPlan("x"), grpc.StatusCode.INVALID_ARGUMENT),
-        (transfer.BlocksBusy("x"), grpc.StatusCode.FAILED_PRECONDITION),
+        (transfer.BlocksBusy("x"), grpc.StatusCode.ABORTED),
         (transfer.QueueFull("x"), grpc.StatusCode.RESOURCE_EXHAUSTED),
-        (transfer.Draining("x"), grpc.StatusCode.UNAVAILABLE),
-        (transfer.SessionClosed("x"), grpc.StatusCode.UNAVAILABLE),
-        (transfer.RingBroken("x"), grpc.StatusCode.UNAVAILABLE),
+        (transfer.Draining("x"), grpc.StatusCode.ABORTED),
+        (transfer.SessionClosed("x"), grpc.StatusCode.ABORTED),
+        (transfer.RingBroken("x"), grpc.StatusCode.ABORTED),
         (PlanError("x"), grpc.StatusCode.INVALID_ARGUMENT),
         (IdentityError("x"), grpc.StatusCode.INVALID_ARGUMENT),
         (StoreDeadline("x"), grpc.StatusCode.DEADLINE_EXCEEDED),
@@ -329,7 +329,7 @@ async def test_a_drain_ends_at_its_timeout_bounded() -> None:
 
 def test_what_is_not_known_is_not_zero() -> None:
     status = AgentStatus(CONFIG, Sessions(1), health)
-    assert status.message().store_last_success_age_s == float("inf")
+    assert not status.message().HasField("store_last_success_age_s")
     assert names.STORE_AGE not in status.gauges()
     assert status.not_ready() == "starting"
     status.serving = True
@@ -337,6 +337,16 @@ def test_what_is_not_known_is_not_zero() -> None:
     known = AgentStatus(CONFIG, Sessions(1), lambda: health(last_success_age=1.5, master_reachable=True))
     assert known.gauges()[names.STORE_AGE] == {(): 1.5}
     assert known.message().store_reachable
+    assert known.message().store_last_success_age_s == 1.5
+    just_now = AgentStatus(CONFIG, Sessions(1), lambda: health(last_success_age=0.0)).message()
+    assert just_now.HasField("store_last_success_age_s"), "0 s is known, and not the same as unknown"
+
+
+@pytest.mark.parametrize("integrity", list(Integrity))
+def test_the_status_says_how_loaded_chunks_are_trusted(integrity: Integrity) -> None:
+    cache = CONFIG.cache.model_copy(update={"integrity": integrity})
+    config = CONFIG.model_copy(update={"cache": cache})
+    assert AgentStatus(config, Sessions(1), health).message().integrity == integrity.value
 
 
 # ------------------------------------------------------------------------------------------------------ preflight

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvpool_agent.store.codes import (
     CODES,
+    Outcome,
     error_for,
     exist_outcome,
     failure,
@@ -37,7 +40,7 @@ from kvpool_agent.store.protocol import ChunkStatus as S
         (-702, S.INTERNAL),
         (-703, S.NOT_READY),
         (-704, S.ABSENT),
-        (-705, S.OK),
+        (-705, S.INTERNAL),
         (-706, S.LEASED),
         (-707, S.LEASE_EXPIRED),
         (-708, S.LEASED),
@@ -87,6 +90,8 @@ def test_an_unknown_code_is_internal_and_keeps_its_number(code: int) -> None:
         (0, S.BAD_SIZE),
         (1, S.BAD_SIZE),
         (-704, S.ABSENT),
+        (-600, S.BAD_SIZE),
+        (-10, S.BAD_SIZE),
     ],
 )
 def test_a_get_is_good_only_with_exactly_the_bytes_asked_for(code: int, status: S) -> None:
@@ -111,6 +116,23 @@ def test_a_put_is_good_only_with_zero(code: int, status: S) -> None:
 )
 def test_only_one_means_present(code: int, status: S) -> None:
     assert exist_outcome(code).status is status
+
+
+@pytest.mark.parametrize("judge", [put_outcome, exist_outcome, remove_outcome])
+def test_refused_arguments_say_something_of_a_size_only_in_a_get(judge: Callable[[int], Outcome]) -> None:
+    assert judge(-600).status is S.INVALID
+
+
+def test_that_an_object_exists_already_is_good_news_for_a_put_alone() -> None:
+    assert put_outcome(-705).status is S.OK
+    for status in (
+        get_outcome(-705, expected=4096).status,
+        exist_outcome(-705).status,
+        remove_outcome(-705).status,
+        failure(-705).status,
+    ):
+        assert status is S.INTERNAL
+    assert isinstance(error_for(-705, "x"), StoreRefused)
 
 
 def test_a_remove_of_a_leased_key_says_so() -> None:

@@ -184,5 +184,5 @@ async def test_misuse_is_refused_as_by_the_real_store(store: MemoryStore, ring: 
     loader = await store.open_loader(ring)
     with pytest.raises(StoreMisuse):
         await loader.get([GetItem(b"a", 1020, 8)], deadline=soon())
-    assert await loader.get([GetItem(b"a", 0, 4)], deadline=soon()) == [ChunkStatus.INVALID]
+    assert await loader.get([GetItem(b"a", 0, 4)], deadline=soon()) == [ChunkStatus.BAD_SIZE]
     assert ring.read(GetItem(b"a", 0, 8)) == bytes(8)

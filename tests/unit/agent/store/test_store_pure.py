@@ -117,6 +117,10 @@ def test_a_stray_mooncake_setting_of_the_surroundings_does_not_reach_a_worker() 
         ({"master_address": ""}, "master_address"),
         ({"master_address": "host"}, "master_address"),
         ({"master_address": "host:port"}, "master_address"),
+        ({"master_address": "host:0"}, "master_address"),
+        ({"master_address": "etcd://"}, "master_address"),
+        ({"master_address": "etcd://10.0.0.9:2379;"}, "master_address"),
+        ({"master_address": "redis://10.0.0.9:6379"}, "not compiled into"),
         ({"local_host": ""}, "local_host"),
         ({"local_host": "0.0.0.0"}, "local_host"),
         ({"local_host": "::"}, "local_host"),
@@ -131,7 +135,7 @@ def test_what_mooncake_would_accept_and_fail_on_later_is_refused(
         StoreConfig(**{"master_address": "m:1", "local_host": "10.0.0.1", **settings})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("address", ["m:1", "10.0.0.9:50051", "etcd://10.0.0.9:2379"])
+@pytest.mark.parametrize("address", ["m:1", "10.0.0.9:50051", "etcd://10.0.0.9:2379", "etcd://a:1;b:2"])
 def test_good_addresses_pass(address: str) -> None:
     assert StoreConfig(address, "10.0.0.1").master_address == address
 

@@ -152,11 +152,16 @@ async def test_a_shortened_object_is_corrupt(size: int) -> None:
 
 
 @manual_time
-async def test_a_longer_object_is_not_loaded() -> None:
+async def test_a_longer_object_is_corrupt_and_a_miss_from_then_on() -> None:
     async with await Rig.make() as rig:
         rig.stock(TOKENS)
-        rig.store.cluster.objects[rig.key(*VICTIM)] += b"x"
-        check(rig, await rig.load(rig.load_job(TOKENS)), {VICTIM: "INTERNAL"})
+        key = rig.key(*VICTIM)
+        rig.store.cluster.objects[key] += b"x"
+        check(rig, await rig.load(rig.load_job(TOKENS)), {VICTIM: "CORRUPT"})
+        assert key in rig.tombstones
+        advance(10.0)
+        await turns()
+        assert key not in rig.store.cluster.objects, "so that it can be saved again"
 
 
 @pytest.mark.parametrize("at", [0, 383, 384, 388, 390, 392, 408, 424, 432, 440, 447])

@@ -1,17 +1,19 @@
-"""Tombstones, settings, the verifier, threads, background work and burials, each alone."""
+"""Tombstones, settings, the verifier, threads, background work and removals, each alone."""
 
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kvpool_agent.invariants import Invariant
+from kvpool_agent.store.errors import StoreError, StoreUnavailable
 from kvpool_agent.store.protocol import ChunkStatus
 from kvpool_agent.transfer.background import Background
-from kvpool_agent.transfer.burial import Burials
+from kvpool_agent.transfer.removals import Removals, Why
 from kvpool_agent.transfer.settings import TransferSettings
 from kvpool_agent.transfer.tombstones import Tombstones
 from kvpool_agent.transfer.types import HashChain, Integrity
@@ -65,7 +67,6 @@ def test_tombstones_that_hold_nothing_are_refused(ttl: float, capacity: int) -> 
         ("batch_bytes", 0),
         ("max_transfers", 0),
         ("mover_threads", 0),
-        ("failed_requests", 0),
         ("quarantine_share", 0.0),
         ("quarantine_share", 1.1),
         ("sample_share", -0.5),
@@ -183,51 +184,111 @@ async def test_background_work_is_kept_waited_for_and_its_errors_are_logged(
     assert "boom" in caplog.text
 
 
-@manual_time
-async def test_corrupt_keys_are_removed_after_their_lease_and_given_up_after_three_tries() -> None:
-    asked: list[list[bytes]] = []
+class Remover:
+    """Answers LEASED for keys that are named so."""
 
-    async def remove(keys: Sequence[bytes], deadline: float) -> list[ChunkStatus]:
-        asked.append(list(keys))
-        assert deadline > asyncio.get_running_loop().time()
-        return [ChunkStatus.LEASED if key == b"leased" else ChunkStatus.OK for key in keys]
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, list[bytes]]] = []
+        self.error: StoreError | None = None
 
-    burials = Burials(remove, lease_seconds=10)
-    burials.add([b"leased", b"free"])
-    burials.add([])
-    for _ in range(5):
+    async def remove(self, keys: Sequence[bytes], *, deadline: float) -> list[ChunkStatus]:
+        now = asyncio.get_running_loop().time()
+        assert deadline > now
+        self.asked.append((now, list(keys)))
+        if self.error is not None:
+            raise self.error
+        return [ChunkStatus.LEASED if key.startswith(b"leased") else ChunkStatus.OK for key in keys]
+
+
+class Counts:
+    """What removals count."""
+
+    def __init__(self) -> None:
+        self.gone: Counter[str] = Counter()
+        self.given_up: Counter[str] = Counter()
+
+    def removed(self, *, reason: str, gone: int, given_up: int) -> None:
+        self.gone[reason] += gone
+        self.given_up[reason] += given_up
+
+
+def removals_of(remover: Remover, counts: Counts, **limits: float) -> tuple[Removals, Tombstones]:
+    tombstones = Tombstones(ttl=60, capacity=10_000, clock=asyncio.get_running_loop().time)
+    given: Any = limits
+    return Removals(remover, tombstones=tombstones, metrics=counts, lease_seconds=10, **given), tombstones
+
+
+async def pass_time(seconds: int) -> None:
+    for _ in range(seconds):
         await turns()
-        advance(10)
+        advance(1)
     await turns()
-    assert asked == [[b"leased", b"free"], [b"leased"], [b"leased"]]
-    burials.add([b"waits"])
-    await turns()
-    await burials.close()
-    advance(100)
-    await turns()
-    assert len(asked) == 3
+
+
+@manual_time
+async def test_a_removal_is_tried_after_every_lease_until_it_is_given_up() -> None:
+    remover, counts = Remover(), Counts()
+    removals, tombstones = removals_of(remover, counts, give_up_seconds=25)
+    removals.add([b"leased", b"free", b"free"], Why.CORRUPT)
+    removals.add([b"leased too"], Why.REVOKED)
+    removals.add([], Why.REVOKED)
+    begun = asyncio.get_running_loop().time()
+    await pass_time(40)
+    tries = [(round(at - begun), key) for at, keys in remover.asked for key in keys]
+    assert [at for at, key in tries if key == b"leased"] == [10, 20, 25]
+    assert [at for at, key in tries if key == b"leased too"] == [0, 10, 20, 25]
+    assert [at for at, key in tries if key == b"free"] == [10]
+    assert (counts.gone, counts.given_up) == ({"corrupt": 1, "revoked": 0}, {"corrupt": 1, "revoked": 1})
+    assert b"leased too" in tombstones
+    assert len(removals) == 0
+
+
+@manual_time
+async def test_a_removal_outlives_a_store_that_does_not_answer() -> None:
+    remover, counts = Remover(), Counts()
+    removals, tombstones = removals_of(remover, counts)
+    remover.error = StoreUnavailable("the master is away")
+    removals.add([b"key"], Why.REVOKED)
+    await pass_time(100)
+    assert b"key" in tombstones, "renewed with every try, past its own time"
+    remover.error = None
+    await pass_time(11)
+    assert (counts.gone["revoked"], b"key" in tombstones) == (1, False)
+    removals.add([b"key"], Why.REVOKED)
+    await pass_time(1)
+    assert counts.gone["revoked"] == 2, "one that comes later begins again"
 
 
 @manual_time
 async def test_bounded_no_more_than_so_many_keys_wait_for_their_removal() -> None:
-    removed: list[bytes] = []
+    remover, counts = Remover(), Counts()
+    removals, tombstones = removals_of(remover, counts, most=5000)
+    removals.add([b"%d" % number for number in range(5001)], Why.CORRUPT)
+    assert (len(removals), counts.given_up["corrupt"]) == (5000, 1)
+    assert b"5000" in tombstones
+    await pass_time(11)
+    assert (counts.gone["corrupt"], len(removals)) == (5000, 0)
 
-    async def remove(keys: Sequence[bytes], deadline: float) -> list[ChunkStatus]:
-        removed.extend(keys)
-        return [ChunkStatus.OK] * len(keys)
 
-    burials = Burials(remove, lease_seconds=1)
-    burials.add([b"%d" % number for number in range(5000)])
-    burials.add([b"one more"])
-    await turns()
-    advance(1.1)
-    await turns()
-    assert len(removed) == 4096
-    burials.add([b"again"])
-    await turns()
-    advance(1.1)
-    await turns()
-    assert removed[-1] == b"again"
+@manual_time
+async def test_an_agent_that_ends_waits_for_what_is_revoked_and_for_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    remover, counts = Remover(), Counts()
+    removals, _ = removals_of(remover, counts)
+    removals.add([b"corrupt"], Why.CORRUPT)
+    await removals.close(deadline=asyncio.get_running_loop().time() + 11)
+    assert remover.asked == []
+    assert counts.given_up["corrupt"] == 1
+    removals, _ = removals_of(remover, counts)
+    removals.add([b"leased"], Why.REVOKED)
+    closing = asyncio.ensure_future(removals.close(deadline=asyncio.get_running_loop().time() + 11))
+    await pass_time(10)
+    assert not closing.done()
+    await pass_time(2)
+    await closing
+    assert counts.given_up["revoked"] == 1
+    assert "other nodes may load" in caplog.text
 
 
 def test_every_invariant_has_its_sentence() -> None:

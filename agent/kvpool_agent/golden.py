@@ -1,10 +1,10 @@
 """Replays a file of golden vectors: what vLLM 0.32's coordinator answers, one JSON case a line.
 
-Promises that the last line printed is `N cases, N equal, N by rule, N wrong`, exit code 1 if any case is
-wrong and 2 if the file cannot be read or a line is no case. "By rule" are the cases in which vLLM's own load
-mask names a chunk that its lookup never saw; there the longest hit for which every loaded chunk was seen is
-right, found here by trying every length. It never repairs a bad line and never skips one. Run: `python -m
-kvpool_agent.coordinator.golden FILE [--verbose]`.
+Promises that the last line printed is `N cases, N equal, N by rule, N wrong`, exit code 1 if any case is wrong and 2 if
+the file cannot be read or a line is no case. "By rule" are the cases in which vLLM's own load mask names a chunk that
+its lookup never saw; there the longest hit for which every loaded chunk was seen is right, found here by trying every
+length. It never repairs a bad line and never skips one. Reading and printing happen in `read_cases` and `main`;
+`replay` is pure. Run: `python -m kvpool_agent.golden FILE [--verbose]`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,6 +23,10 @@ from kvpool_agent.coordinator.coordinator import KVCoordinator
 from kvpool_agent.coordinator.masks import BoolArray
 from kvpool_agent.coordinator.plan import Plan, PlanError
 from kvpool_agent.coordinator.specs import GroupKind, GroupSpec, SpecError
+from kvpool_wire import limits
+
+MAX_TOKENS: Final = 1 << 32
+"""Longest prompt that a case may have, in tokens."""
 
 
 class GoldenError(ValueError):
@@ -80,6 +84,7 @@ def parse_case(raw: Mapping[str, Any], where: str) -> Case:
             retention_interval=raw["retention_interval"],
             partial_hits=raw["partial_hits"],
         )
+        _check_sizes(raw)
         exists = tuple(np.zeros(raw["num_hashes"], dtype=np.bool_) for _ in groups)
         for group, unit in raw["exists"]:
             if group < 0 or unit < 0:
@@ -99,6 +104,21 @@ def parse_case(raw: Mapping[str, Any], where: str) -> Case:
         raise GoldenError(f"{where}: the coordinator refuses these groups: {error}") from error
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise GoldenError(f"{where}: not a golden case: {type(error).__name__}: {error}") from error
+
+
+def _check_sizes(raw: Mapping[str, Any]) -> None:
+    """Refuse sizes that no request has, before anything is allocated for them."""
+    for field, least, most in (
+        ("num_hashes", 0, limits.MAX_HASH_UNITS),
+        ("max_length", 0, MAX_TOKENS),
+        ("store_start", 0, MAX_TOKENS),
+        ("num_prompt_tokens", 0, MAX_TOKENS),
+    ):
+        value = raw[field]
+        if value is None and field == "num_prompt_tokens":
+            continue
+        if not isinstance(value, int) or not least <= value <= most:
+            raise GoldenError(f"{field} is {value!r}; a whole number from {least} to {most} is one")
 
 
 def read_cases(path: Path) -> Iterator[Case]:
@@ -131,13 +151,14 @@ def _plain(masks: Sequence[BoolArray | None]) -> list[list[int] | None]:
 
 
 def replay(case: Case) -> tuple[Outcome, list[str]]:
-    """Return what became of a case, and how the answers differ from what is expected.
+    """Return what became of a case, and how the answers differ from what is expected. Reads and prints nothing.
 
     Raises:
         GoldenError: `expect` lacks a field.
     """
     try:
-        rule_case = bool(case.expect["unverified_load"])
+        # The label alone proves nothing: where every chunk was seen, the case is an ordinary one.
+        rule_case = bool(case.expect["unverified_load"]) and not _all_seen(case, case.expect["hit_length"])
         problems = _compare_unpruned_parts(case)
         problems += _check_by_rule(case) if rule_case else _compare_lookup(case)
     except KeyError as error:
@@ -239,9 +260,7 @@ def _check_plan(case: Case, plan: Plan) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Replay a file and print the account; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="kvpool_agent.coordinator.golden", description="Replay golden vectors."
-    )
+    parser = argparse.ArgumentParser(prog="kvpool_agent.golden", description="Replay golden vectors.")
     parser.add_argument("file", type=Path, help="golden vectors, one JSON object a line")
     parser.add_argument("--verbose", action="store_true", help="print every case, not only the wrong ones")
     options = parser.parse_args(arguments)
