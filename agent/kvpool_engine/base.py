@@ -7,8 +7,8 @@ import random
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from kvpool_engine.errors import AgentUnavailableError, ClientClosedError
 from kvpool_engine import failures
+from kvpool_engine.errors import AgentUnavailableError, ClientClosedError
 from kvpool_engine.link import Backoff, Link
 from kvpool_engine.session import NOTE_FAILURE, STATUS, CallError, Session
 from kvpool_engine.types import FenceState, Geometry, Notice, NoticeKind

@@ -33,7 +33,7 @@ class Withheld:
 
         Args:
             groups: of the identity.
-            overlap: see `WorkerLayout.overlap`: a block that is withheld in one group is so in all that share its memory.
+            overlap: see `WorkerLayout.overlap`: a block withheld in one group is so in all that share its memory.
         """
         self._pool: Sequence[int] = range(groups) if overlap is None else overlap
         self._holds: list[Hold] = []

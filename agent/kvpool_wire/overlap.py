@@ -1,7 +1,7 @@
 """Which groups share memory, so that a fence that goes by block ids sees them as one pool of blocks.
 
-Promises: groups whose tensors have a byte in common get one number, and then block b of one shares bytes with block b of
-the other and with no other block of it. Pure, and bounded: pairs of copies are compared where their extents meet.
+Promises: groups whose tensors have a byte in common get one number, and then block b of one shares bytes with block b
+of the other and with no other block of it. Pure, and bounded: pairs of copies are compared where their extents meet.
 Refuses: sharing of any other kind. Block 3 of one group on block 4 of the other could be fenced by no block id.
 """
 

@@ -1,4 +1,4 @@
-"""NO_SAVE_AFTER_FAILURE: the memory of failed attempts against the obvious list of all failures, and sessions against it."""
+"""NO_SAVE_AFTER_FAILURE: the memory of failures against the obvious list of all of them, and sessions against it."""
 
 import asyncio
 

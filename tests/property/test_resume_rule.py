@@ -1,7 +1,7 @@
 """The resume rule: never above the hit, equal to it when nothing failed, and a failed chunk made good never lowers it.
 
-PRUNE_ONCE holds here too: the resume never prunes. Below `start` it rests on what a hit of exactly `start` needs, and on
-nothing else that the engine may have had once.
+PRUNE_ONCE holds here too: the resume never prunes. Below `start` it rests on what a hit of exactly `start` needs, and
+on nothing else that the engine may have had once.
 """
 
 from __future__ import annotations

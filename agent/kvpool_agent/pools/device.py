@@ -212,7 +212,7 @@ class CudaPool:
                     "the engine's event did not happen before the transfer ended; record it on the stream that computes"
                     " the blocks, before the call"
                 )
-            time.sleep(pause)
+            time.sleep(pause)  # noqa: TID251 - a device has no event that a thread could wait for with a deadline
             pause = min(_LONGEST_PAUSE, pause * 2)
 
     def _open_storages(self, undo: ExitStack) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Which chunks a job moves, and between which blocks and keys. Pure; everything a job says is checked here first.
 
-Promises: a table that was returned names each chunk once, no memory twice (also not by two groups), no block that is null or out of
-range, and only hash units that the job's chain holds; a load's chunks are exactly those that the plan's masks name and
-that do not end at or before its start (MASK_COVERS_HIT has been held against the coordinator before).
+Promises: a table that was returned names each chunk once, no memory twice (also not by two groups), no block that is
+null or out of range, and only hash units that the job's chain holds; a load's chunks are exactly those that the plan's
+masks name and that do not end at or before its start (MASK_COVERS_HIT has been held against the coordinator before).
 Refuses: to leave anything out silently, but null blocks of a save, which hold nothing.
 """
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvpool_agent.coordinator import KVCoordinator, PlanError, check_plan
 from kvpool_agent.transfer.errors import BadBlocks, BadPlan
 from kvpool_agent.transfer.types import HashChain, LoadJob, SaveJob
-from kvpool_wire.layout import GroupLayout, WorkerLayout
+from kvpool_wire.layout import WorkerLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)

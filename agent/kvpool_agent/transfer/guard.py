@@ -52,7 +52,6 @@ class Put:
 class _Remembered:
     attempt: int
     puts: Sequence[Put]
-    at: float
 
 
 class SaveGuard:
@@ -74,10 +73,6 @@ class SaveGuard:
         self._puts: OrderedDict[tuple[str, str], list[_Remembered]] = OrderedDict()
         self._num_puts = 0
 
-    def now(self) -> float:
-        """By the guard's clock."""
-        return self._clock()
-
     def join(self, engine_id: str, cut: Cut) -> None:
         """A worker session of the engine has begun."""
         self._cuts.setdefault(engine_id, []).append(cut)
@@ -89,17 +84,10 @@ class SaveGuard:
         if not cuts:
             del self._cuts[engine_id]
 
-    def failed(
-        self, engine_id: str, *, request_id: str, attempt: int, position: int, since: float | None = None
-    ) -> None:
+    def failed(self, engine_id: str, *, request_id: str, attempt: int, position: int) -> None:
         """A load of the request failed in `attempt` at token `position`, on whatever rank and node.
 
-        Args:
-            engine_id: of the request.
-            request_id: the engine's.
-            attempt: of the load.
-            position: where its first failed chunk starts, or where it began if that is not known.
-            since: `clock` time at which the load began, if known; what was put before was not computed from it.
+        All that the attempt has put past it is taken back, by ended saves, too: nobody can tell what came of what.
         """
         if self._engine(engine_id).record(request_id=request_id, attempt=attempt, position=position):
             self._metrics.failure_forgotten()
@@ -110,7 +98,7 @@ class SaveGuard:
         for cut in list(self._cuts.get(engine_id, ())):
             cut(request_id, attempt, position)
         for remembered in self._puts.get((engine_id, request_id), ()):
-            if remembered.attempt == attempt and (since is None or remembered.at >= since):
+            if remembered.attempt == attempt:
                 self._num_puts -= len(remembered.puts)
                 remembered.puts = self._allowed(remembered.puts, position)
                 self._num_puts += len(remembered.puts)
@@ -126,7 +114,7 @@ class SaveGuard:
             return
         barrier = self.barrier(engine_id, request_id=request_id, attempt=attempt)
         kept = puts if barrier is None else self._allowed(puts, barrier.position)
-        self._puts.setdefault((engine_id, request_id), []).append(_Remembered(attempt, kept, self.now()))
+        self._puts.setdefault((engine_id, request_id), []).append(_Remembered(attempt, kept))
         self._puts.move_to_end((engine_id, request_id))
         self._num_puts += len(kept)
         while self._num_puts > RECENT_PUTS and len(self._puts) > 1:

@@ -141,7 +141,6 @@ class TransferManager:
         self._admit()
         table = load_table(self._session.coordinator, self._session.layout, job)
         hold = self._claim(TransferKind.LOAD, job.request_id, table)
-        begun = self._shared.guard.now()
         run = LoadRun(
             self._session,
             job,
@@ -152,7 +151,6 @@ class TransferManager:
                 request_id=job.request_id,
                 attempt=job.attempt,
                 position=position,
-                since=begun,
             ),
             on_corrupt=lambda keys: self._shared.removals.add(keys, Why.CORRUPT),
         )
@@ -232,13 +230,12 @@ class TransferManager:
             )
 
     def _claim(self, kind: TransferKind, request_id: str, table: ChunkTable) -> Hold:
-        hold = self._blocks.claim(
+        return self._blocks.claim(
             transfer=self._shared.ids.next(),
             request_id=request_id,
             kind=kind,
             blocks=table.blocks_by_group(),
         )
-        return hold
 
     def _start(self, run: LoadRun | SaveRun, deadline: float) -> None:
         self._runs[run.hold.transfer] = run

@@ -99,7 +99,7 @@ async def test_two_intact_chunks_swapped_under_each_others_keys_are_both_corrupt
         rig.ring.free(offsets)
         rig.compute(TOKENS)
         assert (await rig.save(rig.save_job(TOKENS))).already_stored == 2
-        result = await rig.load(rig.load_job(TOKENS))
+        result = await rig.load(rig.load_job(TOKENS, request="reader"))
         assert failed_chunks(result) == {(FULL, 1): "CORRUPT", (FULL, 4): "CORRUPT"}
         rig.check_memory()
         # Once their lease has lapsed both are gone from the store, and only they.

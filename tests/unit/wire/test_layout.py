@@ -308,9 +308,9 @@ def test_fenced_overlap_passes_on_from_group_to_group() -> None:
         form = pb.TensorFormat(dtype="uint8", axes=["token"], shape=shape)
         group.layers.append(pb.Layer(name="l", tensors=[form], stage=1))
     del worker.tensors[:]
-    for group, (offset, shape) in enumerate(zip((0, 8, 0), forms, strict=True)):
+    for index, (offset, shape) in enumerate(zip((0, 8, 0), forms, strict=True)):
         worker.tensors.add(
-            group=group, layer="l", storage=0, offset=offset, shape=[10, *shape], strides=[16, 1]
+            group=index, layer="l", storage=0, offset=offset, shape=[10, *shape], strides=[16, 1]
         )
     worker.shards[2], worker.num_blocks[2], worker.null_blocks[2] = 1, 10, 0
     assert check_worker(identity, worker).overlap == (0, 0, 0)

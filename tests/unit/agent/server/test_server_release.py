@@ -70,7 +70,7 @@ class Scene:
             max_lookups=1,
         )
 
-    async def release(self, milliseconds: int) -> int:
+    async def release(self, milliseconds: int) -> pb.FenceState.ValueType:
         """The scheduler asks for its request."""
         metadata = ((rpc.TOKEN_METADATA, self.scheduler.token.hex()),)
         context = cast("Any", SimpleNamespace(invocation_metadata=lambda: metadata))

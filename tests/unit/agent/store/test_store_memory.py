@@ -68,7 +68,13 @@ async def test_what_one_node_puts_another_gets(store: MemoryStore, ring: Ring) -
     assert ring.read(items[0]) == b"12345678"
     assert ring.read(A) == b"AAAAAAAA"  # the first bytes stayed
     assert ring.read(items[2]) == bytes(8)
+    # A reader's lease keeps a chunk, by whoever it is to be removed.
+    assert await reader.remove([b"c"], deadline=soon()) == [ChunkStatus.LEASED]
+    assert await other.prober.remove([b"c"], deadline=soon()) == [ChunkStatus.LEASED]
+    store.cluster.leases.clear()
     assert await reader.remove([b"c", b"c"], deadline=soon()) == [OK, ABSENT]
+    assert await other.prober.exists_keys([b"a"], deadline=soon()) == [OK]
+    assert await other.prober.remove([b"a"], deadline=soon()) == [ChunkStatus.LEASED]
 
 
 async def test_existence_has_a_row_per_prefix(store: MemoryStore) -> None:

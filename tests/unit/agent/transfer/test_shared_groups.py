@@ -1,7 +1,5 @@
 """FENCED where groups share memory: block 7 of one group is block 7 of the other (hybrid engines have one pool)."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -28,9 +26,8 @@ class SharedMemory(EngineMemory):
 
 
 @pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rigs, "EngineMemory", SharedMemory)
-    yield
 
 
 @pytest.mark.usefixtures("shared")
