@@ -1,6 +1,6 @@
 # Every target sets up what it needs. `make` alone lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format golden proto crds docs test-gpu clean
+.PHONY: help setup demo test lint format golden proto crds docs test-engine test-gpu clean
 
 # Relative paths only: the checkout's own path may hold spaces.
 PYTHON := .venv/bin/python
@@ -51,9 +51,13 @@ crds: $(STAMP) ## write the custom resource definitions and their reference page
 docs: $(STAMP) ## check the documentation: links, indexes, decisions
 	@$(PYTHON) -m pytest -q tests/unit/docs
 
+test-engine: $(STAMP) ## two vLLM engines on two agents share KV, with faults; makes .venv-engine
+	@bash tools/setup_engine.sh
+	@$(PYTHON) -m pytest tests/engine $(ARGS)
+
 test-gpu: $(STAMP) ## try the CUDA pool on this machine's GPU (under five minutes)
 	@bash tests/gpu/run.sh
 
 clean: ## remove caches and build results, and .venv with them
-	@rm -rf .venv .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist ./*.egg-info
+	@rm -rf .venv .venv-engine .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist ./*.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
