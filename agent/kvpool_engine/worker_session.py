@@ -201,7 +201,7 @@ class WorkerSession:
         self._withheld.lift(hold)
 
     def began(self, transfer: Transfer) -> bool:
-        """True while a transfer is under way in this session."""
+        """True while a transfer is under way in the session."""
         return self._open.get(transfer.id) is transfer
 
     # ------------------------------------------------------------------------------------------------ events

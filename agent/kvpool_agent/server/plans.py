@@ -66,7 +66,7 @@ def plan_from_wire(message: pb.Plan, *, identity: bytes, coordinator: KVCoordina
     if message.identity != identity:
         raise CallRefused(
             Refusal.FOREIGN,
-            f"plan of identity {message.identity.hex()[:32]}, this session's is {identity.hex()}: "
+            f"plan of identity {message.identity.hex()[:32]}, the session's own is {identity.hex()}: "
             "the engines differ in model, layout, hashes or pool",
         )
     if not message.total_hashes <= limits.MAX_HASH_UNITS:

@@ -4,7 +4,7 @@ TransferError
 ├── TransferRefused          nothing was touched and no result will come
 │   ├── BadPlan              the plan is not what its own hit length means, or lacks the hashes that it names
 │   ├── BadBlocks            block ids that are out of range, null, doubled, or too few or too many
-│   ├── BlocksBusy           a block is still held by another transfer of this session
+│   ├── BlocksBusy           a block is still held by another transfer of the same session
 │   ├── QueueFull            too many transfers under way: do without the cache, or ask again (BOUNDED)
 │   ├── Draining             the agent is going away
 │   └── SessionClosed        the session is over
@@ -35,7 +35,7 @@ class BlocksBusy(TransferRefused):
 
 
 class QueueFull(TransferRefused):
-    """Too many transfers are under way in this session (BOUNDED)."""
+    """Too many transfers are under way in the session (BOUNDED)."""
 
 
 class Draining(TransferRefused):

@@ -3,7 +3,7 @@
 Promises: a job is validated completely before anything is touched, and refused by an exception or reported by exactly
 one `TransferResult`, whatever happens in between (LOADED_OR_REPORTED); `release` says FENCED only when nobody touches
 the blocks any more; NO_SAVE_AFTER_FAILURE holds from the first failed chunk on, before its result is out; after `close`
-nothing touches a block (FENCED) and no process of this session's loader is left.
+nothing touches a block (FENCED) and no process of its loader is left.
 Refuses: more transfers than the limit (BOUNDED), to retry, and to outlive its session. Event loop only.
 """
 
