@@ -29,6 +29,8 @@ SETS: Final = {
     "preempted": (10, 26),
     "frozen": (6, 27),
     "back": (6, 28),
+    "drained": (8, 30),
+    "alone": (4, 31),
     "ranks": (16, 29),
 }
 """By name: how many prompts, from which seed. No set shares a block with another."""

@@ -5,7 +5,9 @@ The tests run in order on one pair of engines, which live through all of it; age
 
 import mmap
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from engine.conftest import MAX_TOKENS, Pair
-from engine.rig.engines import Agent, Engine
+from engine.rig.engines import Agent, Engine, options
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -157,6 +159,50 @@ def test_bounded_frozen_agent_costs_a_lookup_at_most(eagle: Pair) -> None:
     assert answer["counts"]["lookup_miss:deadline"] >= 1
     assert eagle.b.call("attached")["attached"]
     eagle.idle(eagle.b)
+
+
+def test_draining_agent_costs_misses_and_skipped_saves(eagle: Pair) -> None:
+    """SIGTERM in mid-run: what is under way ends, what comes later is a miss; then the agent comes back."""
+    eagle.store("drained")
+    eagle.fresh(eagle.b)
+    agent = eagle.cluster.agents["b"]
+    answer = gated(eagle, "drained", lambda: agent.kill(signal.SIGTERM))
+    eagle.check("drained", answer)
+    eagle.check_loaded(eagle.b)
+    counts = eagle.idle(eagle.b)["counts"]
+    print(f"\nagent drained: {answer['seconds']:.1f} s; {counts}")
+    assert answer["seconds"] < BOUND
+    assert (
+        sum(
+            n
+            for name, n in counts.items()
+            if name.startswith(("lookup_miss:", "save_skipped:", "load_failed"))
+        )
+        >= 1
+    )
+    came_back(eagle.b, agent)
+
+
+def test_an_engine_that_starts_without_an_agent_serves_and_attaches_later(
+    eagle: Pair, work: Path, tmp_path: Path
+) -> None:
+    """Nobody listens in the folder when vLLM starts: every prompt is computed; an agent that comes later is used."""
+    sockets = Path(tempfile.mkdtemp(prefix="kvp-"))
+    made = options(work / "eagle", eagle=True, socket_dir=sockets)
+    engine = Engine("engine-alone", made, tmp_path).ready()
+    late = Agent("late", sockets, tmp_path, eagle.cluster.master.address)
+    try:
+        answer = engine.call("generate", prompts=eagle.prompts("alone"), max_tokens=MAX_TOKENS)
+        eagle.check("alone", answer)
+        counts = eagle.idle(engine)["counts"]
+        assert counts["lookup_miss:agent_unavailable"] >= len(answer["outputs"])
+        assert answer["seconds"] < BOUND
+        late.start()
+        assert engine.call("attached")["attached"]
+    finally:
+        engine.close()
+        late.kill(signal.SIGTERM)
+        shutil.rmtree(sockets)
 
 
 def damage(pid: int, beginning: bytes) -> int:

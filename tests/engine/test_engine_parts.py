@@ -1,5 +1,6 @@
 """The connector's parts that need no vLLM: settings, fingerprints, pins, what is cached, how a lookup is asked for."""
 
+import json
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,33 @@ def test_same_identity_files_of_equal_name_and_size_are_told_apart(tmp_path: Pat
     content[: len(content)] = bytes([1]) * len(content)
     path.write_bytes(content)
     assert weights_digest(tmp_path) != before
+
+
+def test_same_identity_one_edited_tensor_in_a_large_file_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    sizes = {f"layer{index}": 64 << 10 for index in range(96)}
+    table, place = {}, 0
+    for name, size in sizes.items():
+        table[name] = {"dtype": "U8", "shape": [size], "data_offsets": [place, place + size]}
+        place += size
+    head = json.dumps(table).encode()
+    content = bytearray(len(head).to_bytes(8, "little") + head + bytes(place))
+    seen = set()
+    for index in (None, 0, 1, 47, 94, 95):
+        edited = bytearray(content)
+        if index is not None:
+            begin = 8 + len(head) + index * (64 << 10)
+            edited[begin : begin + (64 << 10)] = b"\1" * (64 << 10)
+        path.write_bytes(edited)
+        seen.add(weights_digest(tmp_path))
+    assert len(seen) == 6
+
+
+def test_same_identity_a_given_name_stands_for_weights_that_are_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(FingerprintError, match="no weights in"):
+        model_fingerprint(model(tmp_path), given="")
+    named = {model_fingerprint(model(tmp_path), given=name) for name in ("v1", "v2")}
+    assert len(named) == 2
 
 
 def test_same_identity_weights_that_nothing_pins_are_refused() -> None:
@@ -218,14 +246,30 @@ def test_bounded_a_lookup_is_asked_once_and_never_waited_for() -> None:
         asked.append(future)
         return future
 
-    assert one.answer(ask) is None
-    assert one.answer(ask) is None
+    assert one.answer(ask, patience=60.0) is None
+    assert one.answer(ask, patience=60.0) is None
     future.set_result(Plan.miss(MissReason.NONE))
-    found = one.answer(ask)
+    found = one.answer(ask, patience=60.0)
     assert found is not None
     assert found.hit_length == 0
-    assert one.answer(ask) is found
+    assert one.answer(ask, patience=60.0) is found
     assert len(asked) == 1
+
+
+def test_bounded_a_lookup_that_never_ends_is_a_miss() -> None:
+    one, stuck, now = tracked(), Future[Plan](), [100.0]
+
+    def look() -> Plan | None:
+        return one.answer(lambda: stuck, patience=3.0, stopwatch=lambda: now[0])
+
+    assert look() is None
+    now[0] = 103.0
+    assert look() is None
+    now[0] = 103.1
+    found = look()
+    assert found is not None
+    assert (found.hit_length, found.miss_reason) == (0, MissReason.DEADLINE)
+    assert stuck.cancelled()
 
 
 def test_load_subset_of_verified_a_plan_past_its_lease_is_asked_for_again() -> None:
@@ -237,8 +281,8 @@ def test_load_subset_of_verified_a_plan_past_its_lease_is_asked_for_again() -> N
         asked[-1].set_result(plan(64, good_until=100.0))
         return asked[-1]
 
-    assert one.answer(ask, clock=lambda: 99.0) is not None
-    one.answer(ask, clock=lambda: 101.0)
+    assert one.answer(ask, patience=1.0, clock=lambda: 99.0) is not None
+    one.answer(ask, patience=1.0, clock=lambda: 101.0)
     assert len(asked) == 2
 
 

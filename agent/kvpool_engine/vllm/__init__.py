@@ -1,7 +1,7 @@
 """The vLLM connector: `kv_connector: KVPoolConnector`, `kv_connector_module_path: kvpool_engine.vllm`.
 
 Importing this package imports no vLLM; asking it for `KVPoolConnector` does, and checks the version first. The modules
-without vLLM in them (`settings`, `pins`, `lookups`, `requests`) decide; `scheduler` and `worker` act; `compat` is the
+without vLLM in them (`settings`, `pins`, `requests`) decide; `scheduler` and `worker` act; `compat` is the
 one place that names what of vLLM is used.
 """
 

@@ -18,6 +18,8 @@ from kvpool_wire.identity import digest
 WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 HEAD_BYTES: Final = 256 * 1024
 SAMPLES: Final = 32
+MOST_TABLE_BYTES: Final = 100 << 20
+"""A safetensors file with a longer table is damaged; it is sampled evenly."""
 SAMPLE_BYTES: Final = 4096
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _VOLATILE: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "name_or_path"})
@@ -47,7 +49,7 @@ def model_fingerprint(model: Any, *, given: str) -> str:
         "length": model.max_model_len if _scales_by_length(model.hf_config.to_dict()) else 0,
     }
     parts = json.dumps(settings, sort_keys=True, default=str)
-    return digest("kvpool model 1", parts, _weights(model), given).hex()
+    return digest("kvpool model 2", parts, _weights(model, given=given), given).hex()
 
 
 def model_name(model: Any) -> str:
@@ -56,10 +58,15 @@ def model_name(model: Any) -> str:
     return path.name if path.is_dir() else str(model.model)
 
 
-def _weights(model: Any) -> bytes:
+def _weights(model: Any, *, given: str) -> bytes:
     folder = Path(model.model)
     if folder.is_dir():
-        return weights_digest(folder)
+        try:
+            return weights_digest(folder)
+        except FingerprintError:
+            if given:  # loaded from elsewhere; the name that a person gave stands for them
+                return b"given"
+            raise
     revision = str(model.revision or getattr(model.hf_config, "_commit_hash", "") or "")
     return f"{model.model}@{revision}".encode()
 
@@ -98,15 +105,35 @@ def _file_digest(path: Path) -> bytes:
     found = hashlib.sha256(f"{path.name}\0{size}\0".encode())
     with path.open("rb") as stream:
         found.update(stream.read(HEAD_BYTES))
-        for offset in _sample_offsets(size):
+        for offset in _sample_offsets(size, _tensors(path)):
             stream.seek(offset)
             found.update(stream.read(SAMPLE_BYTES))
     return found.digest()
 
 
-def _sample_offsets(size: int) -> Iterable[int]:
+def _sample_offsets(size: int, tensors: Iterable[tuple[int, int]]) -> Iterable[int]:
+    """Evenly over the file, and at the beginning and in the middle of every tensor: an edit of one matrix shows."""
     last = max(0, size - SAMPLE_BYTES)
-    return sorted({last * step // SAMPLES for step in range(1, SAMPLES + 1)})
+    found = {last * step // SAMPLES for step in range(1, SAMPLES + 1)}
+    for begin, end in tensors:
+        found |= {min(begin, last), min((begin + end) // 2, last)}
+    return sorted(found)
+
+
+def _tensors(path: Path) -> list[tuple[int, int]]:
+    """Where each tensor of a safetensors file begins and ends, in bytes; empty for files of other kinds."""
+    if path.suffix != ".safetensors":
+        return []
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 0 < length <= MOST_TABLE_BYTES:
+            return []
+        try:
+            table = json.loads(stream.read(length))
+            places = [item["data_offsets"] for name, item in table.items() if name != "__metadata__"]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return []
+    return [(8 + length + begin, 8 + length + end) for begin, end in places]
 
 
 def _plain(value: Any) -> Any:

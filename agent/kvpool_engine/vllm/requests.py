@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kvpool_engine.plan import Plan
-from kvpool_engine.types import Extras
+from kvpool_engine.types import Extras, MissReason
 from kvpool_wire import limits
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class Tracked:
     """Why it is not cached."""
     preemptions: int
     lookup: "Future[Plan] | None" = None
+    asked: float = 0.0
+    """When `lookup` was sent, `time.monotonic()`."""
     plan: Plan | None = None
     offered: int | None = None
     """External tokens that vLLM was told of and has not yet taken or left."""
@@ -95,16 +97,29 @@ class Tracked:
         self.offered = None
 
     def answer(
-        self, ask: Callable[[], "Future[Plan]"], *, clock: Callable[[], float] = time.time
+        self,
+        ask: Callable[[], "Future[Plan]"],
+        *,
+        patience: float,
+        clock: Callable[[], float] = time.time,
+        stopwatch: Callable[[], float] = time.monotonic,
     ) -> Plan | None:
-        """The lookup's plan, or None while it is under way; a plan that has outlived its lease is asked for again."""
+        """The lookup's plan, or None while it is under way; a plan that has outlived its lease is asked for again.
+
+        A lookup that is under way for more than `patience` seconds is a miss (BOUNDED): a request never waits for
+        longer, not even for a client that is stuck.
+        """
         if self.plan is not None and self.plan.hit_length and self.plan.good_until < clock():
             self.drop_lookup()
         if self.plan is None:
             if self.lookup is None:
-                self.lookup = ask()
+                self.lookup, self.asked = ask(), stopwatch()
             if not self.lookup.done():
-                return None
+                if stopwatch() - self.asked <= patience:
+                    return None
+                self.drop_lookup()
+                self.plan = Plan.miss(MissReason.DEADLINE)
+                return self.plan
             self.plan = self.lookup.result()
             self.lookup = None
         return self.plan

@@ -27,6 +27,10 @@ from kvpool_wire import agent_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
+CLOSE_SECONDS = 5.0
+PATIENCE = 2.0
+"""Seconds beyond a lookup's own deadline after which it is a miss, whatever the client's thread does."""
+
 
 def trace_of(headers: Mapping[str, str] | None) -> dict[str, str] | None:
     """The W3C part of a request's headers."""
@@ -65,6 +69,10 @@ class SchedulerSide:
         Raises:
             UnsupportedEngineError: ranks that differ in what decides their KV.
         """
+        if not workers:
+            raise UnsupportedEngineError(
+                "vLLM's workers sent no handshake, so that the engine has no identity"
+            )
         first, *others = workers.values()
         if any(other != first for other in others):
             raise UnsupportedEngineError(
@@ -78,7 +86,10 @@ class SchedulerSide:
     def close(self) -> None:
         """End the session."""
         if self._client is not None:
-            shared_loop().run(self._client.close(), deadline=5.0)
+            try:
+                shared_loop().run(self._client.close(), deadline=CLOSE_SECONDS)
+            except TimeoutError:
+                logger.warning("kvpool: detaching took longer than %.0f s; the agent ends it", CLOSE_SECONDS)
 
     # ------------------------------------------------------------------------------------------------- lookups
 
@@ -92,7 +103,7 @@ class SchedulerSide:
             return 0, False
         if request.num_tokens <= self._block_size:
             return 0, False
-        plan = tracked.answer(lambda: self._ask(tracked))
+        plan = tracked.answer(lambda: self._ask(tracked), patience=self._settings.lookup_timeout + PATIENCE)
         if plan is None:
             return None, False
         if plan.hit_length <= local or not self._sane(plan, request):

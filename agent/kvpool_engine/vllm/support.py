@@ -40,8 +40,10 @@ def _configuration(config: VllmConfig) -> Iterator[str]:
     algorithm = config.cache_config.prefix_caching_hash_algo
     if algorithm not in HASH_ALGORITHMS:
         yield f"prefix_caching_hash_algo is {algorithm}: set one of {', '.join(HASH_ALGORITHMS)}"
-    if getattr(config.cache_config, "calculate_kv_scales", False):
-        yield "calculate_kv_scales measures scales that differ from run to run: use scales of the checkpoint"
+    drafter = config.speculative_config
+    for loading in (config.load_config, drafter.draft_load_config if drafter is not None else None):
+        if loading is not None and str(loading.load_format).endswith("dummy"):
+            yield "load_format is dummy: KV of made-up weights would be shared under the real weights' keys"
     parallel = config.parallel_config
     for name in (
         "pipeline_parallel_size",
@@ -49,7 +51,7 @@ def _configuration(config: VllmConfig) -> Iterator[str]:
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
     ):
-        if getattr(parallel, name, 1) != 1:
+        if getattr(parallel, name) != 1:
             yield f"{name} is {getattr(parallel, name)}: only 1 is served yet"
 
 

@@ -6,6 +6,7 @@ still touch are reported as held before vLLM may reuse them (FENCED). Jobs carry
 failed load did not bring is saved only after vLLM has computed it again (NO_SAVE_AFTER_FAILURE).
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Mapping
@@ -118,7 +119,10 @@ class WorkerSide:
         """Detach; returns when nobody touches this rank's blocks any more, or after five seconds."""
         if self._client is None:
             return
-        if shared_loop().run(self._client.close(deadline=5.0), deadline=5.0) is not FenceState.FENCED:
+        state = FenceState.FENCE_UNCONFIRMED
+        with contextlib.suppress(TimeoutError):
+            state = shared_loop().run(self._client.close(deadline=5.0), deadline=5.0)
+        if state is not FenceState.FENCED:
             logger.warning("kvpool: the agent may still touch this engine's memory; it is not reused here")
 
     # --------------------------------------------------------------------------------------------------- steps

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -24,19 +25,28 @@ SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torc
 WINDOW = SlidingWindowSpec(
     block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64
 )
+MAMBA = MambaSpec(block_size=32, shapes=((2, 8),), dtypes=(torch.float32,))
 MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
 
 
 def _config(**changes: Any) -> Any:
     transfer = {"kv_load_failure_policy": "recompute", "kv_role": "kv_both"}
-    cache = {"prefix_caching_hash_algo": "sha256", "calculate_kv_scales": False}
-    parallel = {"pipeline_parallel_size": 1, "data_parallel_size": 1}
-    for part in (transfer, cache, parallel):
+    cache = {"prefix_caching_hash_algo": "sha256"}
+    parallel = {
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+    }
+    loading = {"load_format": "auto"}
+    for part in (transfer, cache, parallel, loading):
         part.update({name: value for name, value in changes.items() if name in part})
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(**transfer),
         cache_config=SimpleNamespace(**cache),
         parallel_config=SimpleNamespace(**parallel),
+        load_config=SimpleNamespace(**loading),
+        speculative_config=None,
     )
 
 
@@ -80,8 +90,12 @@ def main() -> None:
             "policy": _refusal(_config(kv_load_failure_policy="fail"), _cache(SPEC)),
             "role": _refusal(_config(kv_role="kv_producer"), _cache(SPEC)),
             "hash": _refusal(_config(prefix_caching_hash_algo="xxhash"), _cache(SPEC)),
-            "scales": _refusal(_config(calculate_kv_scales=True), _cache(SPEC)),
+            "dummy": _refusal(_config(load_format="dummy"), _cache(SPEC)),
             "stages": _refusal(_config(pipeline_parallel_size=2), _cache(SPEC)),
+            "data": _refusal(_config(data_parallel_size=2), _cache(SPEC)),
+            "decode context": _refusal(_config(decode_context_parallel_size=2), _cache(SPEC)),
+            "prefill context": _refusal(_config(prefill_context_parallel_size=2), _cache(SPEC)),
+            "mamba": _refusal(_config(), _cache(MAMBA)),
             "groups": _refusal(_config(), _cache(SPEC, WINDOW)),
             "window": _refusal(_config(), _cache(WINDOW)),
             "mla": _refusal(_config(), _cache(MLA)),
