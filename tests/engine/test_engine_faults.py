@@ -49,6 +49,12 @@ def failed_loads(counts: dict[str, int]) -> int:
     return counts.get("load_failed", 0)
 
 
+def refused(counts: dict[str, int]) -> int:
+    """Lookups that missed for want of an agent, saves that were skipped, loads that failed."""
+    wants = ("lookup_miss:draining", "lookup_miss:agent", "save_skipped:", "load_failed")
+    return sum(count for name, count in counts.items() if name.startswith(wants))
+
+
 def test_damaged_chunk_is_computed_again(eagle: Pair) -> None:
     """Bytes change in the owner's memory: reported corrupt, never used."""
     eagle.store("damaged")
@@ -135,12 +141,31 @@ def test_agent_killed_in_mid_load(eagle: Pair) -> None:
     eagle.store("agent")
     eagle.fresh(eagle.b)
     agent = eagle.cluster.agents["b"]
+    before = failed_loads(eagle.b.call("settle")["counts"])
     answer = gated(eagle, "agent", agent.kill)
     eagle.check("agent", answer)
     eagle.check_loaded(eagle.b)
     eagle.idle(eagle.b)
-    print(f"\nagent killed: {answer['seconds']:.1f} s; {answer['counts']}")
+    failed = failed_loads(answer["counts"]) - before
+    print(f"\nagent killed: {failed} loads failed, {answer['seconds']:.1f} s")
+    assert failed >= 1
     assert answer["seconds"] < BOUND
+    came_back(eagle.b, agent)
+
+
+def test_draining_agent_costs_misses_and_skipped_saves(eagle: Pair) -> None:
+    """SIGTERM in mid-run: what is under way ends, what comes later is a miss; then the agent comes back."""
+    eagle.store("drained")
+    eagle.fresh(eagle.b)
+    agent = eagle.cluster.agents["b"]
+    before = refused(eagle.b.call("settle")["counts"])
+    answer = gated(eagle, "drained", lambda: agent.kill(signal.SIGTERM))
+    eagle.check("drained", answer)
+    eagle.check_loaded(eagle.b)
+    counts = eagle.idle(eagle.b)["counts"]
+    print(f"\nagent drained: {refused(counts) - before} refused, {answer['seconds']:.1f} s")
+    assert answer["seconds"] < BOUND
+    assert refused(counts) - before >= 1
     came_back(eagle.b, agent)
 
 
@@ -159,28 +184,6 @@ def test_bounded_frozen_agent_costs_a_lookup_at_most(eagle: Pair) -> None:
     assert answer["counts"]["lookup_miss:deadline"] >= 1
     assert eagle.b.call("attached")["attached"]
     eagle.idle(eagle.b)
-
-
-def test_draining_agent_costs_misses_and_skipped_saves(eagle: Pair) -> None:
-    """SIGTERM in mid-run: what is under way ends, what comes later is a miss; then the agent comes back."""
-    eagle.store("drained")
-    eagle.fresh(eagle.b)
-    agent = eagle.cluster.agents["b"]
-    answer = gated(eagle, "drained", lambda: agent.kill(signal.SIGTERM))
-    eagle.check("drained", answer)
-    eagle.check_loaded(eagle.b)
-    counts = eagle.idle(eagle.b)["counts"]
-    print(f"\nagent drained: {answer['seconds']:.1f} s; {counts}")
-    assert answer["seconds"] < BOUND
-    assert (
-        sum(
-            n
-            for name, n in counts.items()
-            if name.startswith(("lookup_miss:", "save_skipped:", "load_failed"))
-        )
-        >= 1
-    )
-    came_back(eagle.b, agent)
 
 
 def test_an_engine_that_starts_without_an_agent_serves_and_attaches_later(
